@@ -1,0 +1,1 @@
+"""Timings of single calls, for asv."""

@@ -1,0 +1,303 @@
+"""Runs one round on a cluster: feeds events to the state machine and does what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dask_sdc.cluster.session import Session, Work
+from dask_sdc.evidence.envelope import Comparison, compare_payloads
+from dask_sdc.evidence.fold import SealedFold
+from dask_sdc.evidence.receipts import SDCAuditReceipt, make_receipt
+from dask_sdc.evidence.seal import SealedBatch, SealedStatistic, failed_statistic
+from dask_sdc.policy.messages import (
+    Abort,
+    Cancel,
+    Case,
+    Close,
+    Dispatch,
+    Evict,
+    Heard,
+    Instruction,
+    Quarantine,
+    Quarantined,
+    RoundRecord,
+    Settings,
+    Tick,
+)
+from dask_sdc.policy.round import Round
+from dask_sdc.policy.sampling import CoverageSampler
+from dask_sdc.policy.verdict import Closeness, Decision, Outcome, Voice
+from dask_sdc.statistics.base import State, Statistic
+
+#: Seconds between looks at deadlines while nothing else happens.
+_TICK = 0.1
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Envelope of a comparison: relative and absolute tolerance."""
+
+    rtol: float
+    atol: float
+
+
+@dataclass
+class Memory:
+    """What one round leaves behind for the next of the same call.
+
+    Attributes
+    ----------
+    preferred : dict of int to str
+        Which domain computed a shard.
+    cost : float or None
+        Seconds per shard.
+    barred : dict of str to str
+        Domains that this call uses no more.
+    inputs : dict of int to bytes
+        Digest of each shard's input block, as first seen.
+    """
+
+    preferred: dict[int, str] = field(default_factory=dict)
+    cost: float | None = None
+    barred: dict[str, str] = field(default_factory=dict)
+    inputs: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What a round ends with: the folded state, its records and who is not vouched for."""
+
+    state: State
+    record: RoundRecord
+    machine: Round
+
+
+class RoundDriver:
+    """Executes one round.
+
+    Parameters
+    ----------
+    session : Session
+    work : Work
+    statistic : Statistic
+        The same that ``work`` holds pickled.
+    sampler : CoverageSampler
+    settings : Settings
+    tolerances : Tolerances
+    memory : Memory
+        Read at the start, written at the end.
+    receive : callable
+        Called with every receipt as soon as its case is closed.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        work: Work,
+        statistic: Statistic,
+        sampler: CoverageSampler,
+        settings: Settings,
+        tolerances: Tolerances,
+        memory: Memory,
+        receive: Callable[[SDCAuditReceipt], None],
+    ) -> None:
+        self._session = session
+        self._work = work
+        self._statistic = statistic
+        self._tolerances = tolerances
+        self._memory = memory
+        self._receive = receive
+        self._fold: SealedFold | None = SealedFold(statistic, work.source.n_shards)
+        self._folded: set[int] = set()
+        self._errands: set[asyncio.Task[None]] = set()
+        self._machine = Round(
+            work.round,
+            range(work.source.n_shards),
+            session.places(),
+            sampler,
+            self._compare,
+            settings,
+            preferred=memory.preferred,
+            cost=memory.cost,
+            barred={**memory.barred, **session.quarantined},
+        )
+
+    async def run(self) -> RoundResult:
+        """Run the round to its end.
+
+        Raises
+        ------
+        ShardError, ClusterError
+            What makes the round impossible to complete.
+        """
+        started = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        try:
+            self._execute(self._machine.start(loop.time()))
+            while not self._machine.done:
+                events = await self._session.next_events(_TICK)
+                instructions: list[Instruction] = []
+                for event in events or [Tick(loop.time())]:
+                    instructions += self._machine.handle(event)
+                self._execute(instructions)
+                if events:
+                    await asyncio.to_thread(self._fold_settled)
+            state = await asyncio.to_thread(self._folded_state)
+        finally:
+            self._session.cancel_all()
+            self._machine.record.seconds = time.perf_counter() - started
+        self._remember()
+        return RoundResult(state, self._machine.record, self._machine)
+
+    def _execute(self, instructions: list[Instruction]) -> None:
+        orders = [i for i in instructions if isinstance(i, Dispatch)]
+        cancelled = {i.batch_id for i in instructions if isinstance(i, Cancel)}
+        self._session.cancel(cancelled)
+        orders = [order for order in orders if order.batch_id not in cancelled]
+        if orders:
+            self._session.dispatch(orders, self._work)
+        for instruction in instructions:
+            match instruction:
+                case Close():
+                    self._receive(self._receipt(instruction))
+                case Quarantine():
+                    self._background(self._quarantine(instruction))
+                case Evict():
+                    self._background(self._session.evict(instruction.domain, instruction.why))
+                case Abort():
+                    raise instruction.error
+
+    def _background(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    async def _quarantine(self, order: Quarantine) -> None:
+        failure = await self._session.quarantine(order.domain, order.why)
+        now = asyncio.get_running_loop().time()
+        self._session.tell(Quarantined(order.domain, failure, now))
+
+    # -- folding -----------------------------------------------------------------------
+
+    def _fold_settled(self) -> None:
+        """Fold what has settled since the last time, while workers go on."""
+        if self._machine.replaced:
+            self._fold = None  # a folded result was replaced: all is folded anew at the end
+        if self._fold is None:
+            return
+        settled = self._machine.settled
+        for shard_id in settled.keys() - self._folded:
+            self._fold.add_record(settled[shard_id].record)
+            self._folded.add(shard_id)
+
+    def _folded_state(self) -> State:
+        self._fold_settled()
+        fold = self._fold
+        if fold is None:
+            fold = SealedFold(self._statistic, self._work.source.n_shards)
+            for one in self._machine.settled.values():
+                fold.add_record(one.record)
+        return fold.result()
+
+    def _remember(self) -> None:
+        machine = self._machine
+        self._memory.preferred.update(machine.owners())
+        self._memory.cost = machine.cost
+        for name in machine.record.barred:
+            self._memory.barred[name] = f"barred in round {machine.record.round}"
+
+    # -- comparing ---------------------------------------------------------------------
+
+    def _compare(self, a: Voice, b: Voice) -> Closeness:
+        comparison = self._comparison(a.ref.record.payload, b.ref.record.payload)
+        if comparison.equal:
+            return Closeness.IDENTICAL
+        return Closeness.WITHIN if comparison.within else Closeness.OUTSIDE
+
+    def _comparison(self, a: bytes, b: bytes) -> Comparison:
+        return compare_payloads(
+            a,
+            b,
+            rtol=self._tolerances.rtol,
+            atol=self._tolerances.atol,
+            statistic=self._statistic,
+        )
+
+    def _receipt(self, close: Close) -> SDCAuditReceipt:
+        case, decision = close.case, close.decision
+        primary, audit = (self._side(case, part) for part in ("primary", "audit"))
+        comparison = self._comparison(primary[0].payload, audit[0].payload)
+        witness = case.voices.get("witness")
+        heard = witness.ref if witness is not None and isinstance(witness.ref, Heard) else None
+        suspects = decision.suspects
+        return make_receipt(
+            primary[0],
+            audit[0],
+            comparison,
+            primary_batch=primary[1],
+            audit_batch=audit[1],
+            witness_worker=heard.worker if heard else None,
+            witness_domain=heard.domain if heard else None,
+            witness_fingerprint=heard.fingerprint if heard else "",
+            verdict="mismatch" if decision.outcome is Outcome.SUSPECT else "inconclusive",
+            suspected_workers=tuple(_workers(case, suspects)),
+            suspected_domains=suspects,
+            persistence=decision.persistence and str(decision.persistence),
+            quarantine_status=close.status,
+            mismatch_reason=_reason(case, comparison),
+            decided=_decided(case, decision),
+            decided_at=time.time(),
+        )
+
+    def _side(self, case: Case, part: str) -> tuple[SealedStatistic, SealedBatch]:
+        voice = case.voices[part]
+        heard = voice.ref if isinstance(voice.ref, Heard) else None
+        record = heard.record if heard else failed_statistic(case.shard_id, (str(voice.status),))
+        return record, SealedBatch(
+            self._work.round,
+            heard.role if heard else part,
+            heard.attempt if heard else 0,
+            voice.domain,
+            heard.worker if heard else "",
+            voice.fingerprint,
+            self._work.statistic.digest,
+        )
+
+
+def _workers(case: Case, suspects: tuple[str, ...]) -> dict[str, None]:
+    return {
+        voice.ref.worker: None
+        for voice in case.voices.values()
+        if voice.domain in suspects and isinstance(voice.ref, Heard)
+    }
+
+
+def _reason(case: Case, comparison: Comparison) -> str:
+    """What was wrong with a voice says more than that the bytes differ."""
+    texts = {
+        "damaged": "payload does not have the digest that it was sealed with",
+        "garbled": "statistic or model arrived garbled",
+    }
+    for part in ("primary", "audit"):
+        voice = case.voices[part]
+        if voice.status in texts:
+            return f"{part}: {texts[voice.status]}"
+        if voice.status == "violation" and isinstance(voice.ref, Heard):
+            return f"{part}: {'; '.join(voice.ref.record.notes)}"
+    return comparison.reason or "bits differ inside of the envelope in one environment"
+
+
+def _decided(case: Case, decision: Decision) -> Mapping[str, Any]:
+    return {
+        "outcome": str(decision.outcome),
+        "reason": decision.reason,
+        "trusted": decision.value,
+        "voices": {
+            part: {"domain": voice.domain, "status": str(voice.status), "digest": (voice.digest or b"").hex()}
+            for part, voice in case.voices.items()
+        },
+    }

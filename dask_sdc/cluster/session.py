@@ -1,0 +1,398 @@
+"""The driver's hands on a cluster: submits batches, hears news, gives orders to the plugins."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+from distributed import Client, Future, Worker
+
+from dask_sdc.cluster.scheduler_plugin import SDCSchedulerPlugin
+from dask_sdc.cluster.worker_plugin import SDCWorkerPlugin, identify, run_batch
+from dask_sdc.evidence.seal import SealedBatch, open_batch
+from dask_sdc.exceptions import ClosedError, CodecError, InputError, NoDomainError
+from dask_sdc.graph.execute import Assignment, BatchContext, Blob, accepted_columns
+from dask_sdc.graph.layers import BatchTask, batch_graph
+from dask_sdc.graph.sources import Source
+from dask_sdc.policy.domains import Identity, choose_kind, restrictions
+from dask_sdc.policy.messages import (
+    Dispatch,
+    DomainJoined,
+    DomainLost,
+    Event,
+    Failed,
+    Landed,
+    Place,
+)
+from dask_sdc.statistics.base import ShardInfo, Statistic
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the batches of one round have in common.
+
+    Parameters
+    ----------
+    round : int
+        Number of the round.
+    statistic : Blob
+        The pickled statistic with its model.
+    source : Source
+        Where shards come from.
+    info : ShardInfo
+        Sample shape, dtypes and seed.
+    columns : frozenset of str
+        Which of weights and target the data have.
+    """
+
+    round: int
+    statistic: Blob
+    source: Source
+    info: ShardInfo
+    columns: frozenset[str]
+
+    @classmethod
+    def of(cls, number: int, statistic: Statistic, source: Source, seed: int) -> Work:
+        """Check that a statistic takes what the data have, and pickle it once."""
+        there = {"weights": source.weighted, "target": source.target_shape is not None}
+        columns = frozenset(name for name, given in there.items() if given)
+        refused = columns - accepted_columns(statistic)
+        if refused:
+            raise InputError(
+                f"{type(statistic).__name__}.update takes no {' and no '.join(sorted(refused))}, "
+                f"but the data come with {' and '.join(sorted(refused))}"
+            )
+        info = ShardInfo(source.shape, source.dtype, 0, seed, source.target_shape)
+        return cls(number, Blob.of(statistic), source, info, columns)
+
+
+@dataclass
+class _Member:
+    domain: str
+    lane: int
+    nthreads: int
+    fingerprint: str
+
+
+class Session:
+    """A client's connection to the plugins of one cluster.
+
+    Parameters
+    ----------
+    client : Client
+        The user's client.
+    kind : str
+        "auto", "worker", "host", "gpu" or "custom".
+    custom : callable, optional
+        ``f(worker) -> str`` for kind "custom".
+    lanes : int
+        Number of lanes.
+    pin_cores : bool
+        Pin the workers of a host to disjoint cores.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        kind: str,
+        custom: Callable[[Worker], str] | None,
+        lanes: int,
+        pin_cores: bool,
+    ) -> None:
+        self.client = client
+        self.kind = kind
+        self.note = ""
+        self.quarantined: dict[str, str] = {}
+        self._custom = None if custom is None else cloudpickle.dumps(custom)
+        self._wanted_lanes = lanes
+        self._pin_cores = pin_cores
+        self._topic = f"sdc-{uuid.uuid4().hex[:12]}"
+        self._members: dict[str, _Member] = {}
+        self._lanes: dict[str, int] = {}
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._waiting: dict[int, tuple[Future, asyncio.Task[None]]] = {}
+        self._warmed: set[tuple[str, bytes]] = set()
+        self._news: set[asyncio.Task[None]] = set()
+        self._work: Work | None = None
+        self._serial = 0
+
+    # -- attaching ---------------------------------------------------------------------
+
+    async def attach(self) -> None:
+        """Register the plugins where they are missing and learn who is there.
+
+        Raises
+        ------
+        ClosedError
+            If the client is closed.
+        NoDomainError
+            If the cluster has no workers.
+        InputError
+            If the cluster already audits with another kind of failure domain.
+        """
+        if self.client.status != "running":
+            raise ClosedError(f"expected a running client, got one that is {self.client.status}")
+        identities = await self._identities()
+        chosen, note = choose_kind(identities) if self.kind == "auto" else (self.kind, "")
+        await self.client.register_plugin(SDCSchedulerPlugin(chosen, self._wanted_lanes))
+        self.client.subscribe_topic(self._topic, self._hear)
+        state = await self.client.scheduler.sdc_attach(topic=self._topic, client=self.client.id)
+        if self.kind not in ("auto", state["kind"]):
+            raise InputError(
+                f"expected failure domains of kind {state['kind']!r}, which this cluster "
+                f"already audits with, got domain={self.kind!r}"
+            )
+        self.note = note if state["kind"] == chosen else f"domains are {state['kind']}s, as set up before"
+        await self.client.register_plugin(SDCWorkerPlugin(self._custom, self._pin_cores))
+        self._learn(
+            await self.client.scheduler.sdc_attach(topic=self._topic, client=self.client.id)
+        )
+
+    async def _identities(self) -> list[Identity]:
+        def ask(dask_worker: Worker, custom: bytes | None) -> Identity:
+            return identify(dask_worker, custom)
+
+        found = await self.client.run(ask, custom=self._custom)
+        if not found:
+            raise NoDomainError("expected a cluster with workers, got one without any")
+        return list(found.values())
+
+    def _learn(self, state: Mapping[str, Any]) -> None:
+        self.quarantined = dict(state["quarantined"])
+        self._members = {
+            w["address"]: _Member(w["domain"], w["lane"], w["nthreads"], w["fingerprint"])
+            for w in state["workers"]
+        }
+        self._lanes.update({m.domain: m.lane for m in self._members.values()})
+
+    async def refresh_members(self) -> None:
+        """Ask again who is there; attaches anew after the scheduler lost its plugins."""
+        try:
+            state = await self.client.scheduler.sdc_attach(
+                topic=self._topic, client=self.client.id
+            )
+        except Exception:
+            await self.attach()
+        else:
+            self._learn(state)
+
+    async def detach(self) -> None:
+        """Cancel what is under way and stop listening."""
+        self.cancel_all()
+        if self.client.status == "running":
+            with contextlib.suppress(OSError):
+                self.client.unsubscribe_topic(self._topic)
+                await self.client.scheduler.sdc_detach(topic=self._topic)
+
+    def places(self) -> list[Place]:
+        """Return the live domains."""
+        return [self._place(name) for name in dict.fromkeys(m.domain for m in self._members.values())]
+
+    def _place(self, domain: str) -> Place:
+        members = [m for m in self._members.values() if m.domain == domain]
+        prints = sorted({m.fingerprint for m in members})
+        # Workers of one domain that differ from one another promise no equal bits.
+        fingerprint = prints[0] if len(prints) == 1 else f"mixed:{domain}"
+        return Place(domain, members[0].lane, sum(m.nthreads for m in members), fingerprint)
+
+    def locate(self, address: str) -> str | None:
+        """Return the domain of a worker."""
+        member = self._members.get(address)
+        return None if member is None else member.domain
+
+    # -- news --------------------------------------------------------------------------
+
+    def _hear(self, event: tuple[float, Mapping[str, Any]]) -> None:
+        news = event[1]
+        match news["op"]:
+            case "joined":
+                self._members[news["worker"]] = _Member(
+                    news["domain"], news["lane"], news["nthreads"], news["fingerprint"]
+                )
+                self._lanes[news["domain"]] = news["lane"]
+                task = asyncio.ensure_future(self._welcome(news["worker"]))
+                self._news.add(task)
+                task.add_done_callback(self._news.discard)
+            case "left":
+                self._members.pop(news["worker"], None)
+                if news["gone"]:
+                    now = asyncio.get_running_loop().time()
+                    self._events.put_nowait(
+                        DomainLost(news["domain"], f"worker {news['worker']} left", now)
+                    )
+            case "quarantined":
+                self.quarantined[news["domain"]] = news["reason"]
+            case "released":
+                self.quarantined.pop(news["domain"], None)
+
+    async def _welcome(self, address: str) -> None:
+        """Let a newcomer compile before it is given shards."""
+        if self._work is not None:
+            await self._warm_worker(address, self._work)
+        member = self._members.get(address)
+        if member is not None:
+            now = asyncio.get_running_loop().time()
+            self._events.put_nowait(DomainJoined(self._place(member.domain), now))
+
+    async def next_events(self, timeout: float) -> list[Event]:
+        """Return what happened, waiting up to ``timeout`` seconds for the first."""
+        events: list[Event | None] = []
+        with contextlib.suppress(asyncio.TimeoutError):
+            events.append(await asyncio.wait_for(self._events.get(), timeout))
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        return [event for event in events if event is not None]
+
+    def tell(self, event: Event) -> None:
+        """Add an event of the driver's own."""
+        self._events.put_nowait(event)
+
+    # -- work --------------------------------------------------------------------------
+
+    async def prepare(self, work: Work) -> None:
+        """Have every worker compile what this work needs; not counted against deadlines."""
+        self._work = work
+        while not self._events.empty():
+            self._events.get_nowait()
+        await asyncio.gather(*(self._warm_worker(address, work) for address in self._members))
+
+    async def _warm_worker(self, address: str, work: Work) -> None:
+        kind = self._kernel_kind(work)
+        if (address, kind) in self._warmed:
+            return
+        try:
+            comm = self.client.rpc(address)
+            await comm.sdc_warm(
+                blob=work.statistic.data,
+                digest=work.statistic.digest,
+                info=cloudpickle.dumps(work.info),
+                columns=sorted(work.columns),
+            )
+        except OSError:
+            return  # it left; whoever takes its place is warmed in turn
+        self._warmed.add((address, kind))
+
+    def _kernel_kind(self, work: Work) -> bytes:
+        """Same class, sample shape and dtypes: same compiled kernels."""
+        statistic = type(cloudpickle.loads(work.statistic.data))
+        return repr(
+            (statistic, work.info.shape, work.info.dtype, work.info.target_shape, sorted(work.columns))
+        ).encode()
+
+    def dispatch(self, orders: Sequence[Dispatch], work: Work) -> None:
+        """Submit batches as one graph and watch each of them."""
+        tasks = {order.batch_id: self._task(order, work) for order in orders}
+        self._serial += 1
+        graph = batch_graph(tasks.values(), run_batch, f"{self._topic}-{work.round}-{self._serial}")
+        keys = [task.key for task in tasks.values()]
+        futures = self.client.get(graph, keys, sync=False)
+        for order, future in zip(orders, futures, strict=True):
+            watcher = asyncio.ensure_future(self._collect(order, future, work))
+            self._waiting[order.batch_id] = (future, watcher)
+
+    def _task(self, order: Dispatch, work: Work) -> BatchTask:
+        assignment = Assignment(
+            BatchContext(work.round, order.role, order.attempt, order.shard_ids),
+            order.domain,
+            order.apart_from,
+            work.source.batch(order.shard_ids),
+            work.info,
+        )
+        return BatchTask(
+            f"sdc-{order.role}-{self._topic[4:]}-{work.round}-{order.batch_id}-{order.attempt}",
+            order.role,
+            work.statistic,
+            Blob.of(assignment),
+            work.source.dependencies(order.shard_ids),
+            restrictions(order.domain, [self._lanes[name] for name in order.apart_from]),
+        )
+
+    async def _collect(self, order: Dispatch, future: Future, work: Work) -> None:
+        clock = asyncio.get_running_loop().time
+        try:
+            frame = await future
+            result = await asyncio.to_thread(open_batch, frame)
+        except asyncio.CancelledError as error:
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise
+            self._events.put_nowait(Failed(order.batch_id, f"cancelled: {error}", clock()))
+        except CodecError:
+            # Nothing of it can be believed, not even who sent it: no voice, as if garbled.
+            unheard = SealedBatch(
+                work.round, order.role, order.attempt, order.domain, "", "", b"", "garbled"
+            )
+            self._events.put_nowait(Landed(order.batch_id, unheard, clock()))
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self._events.put_nowait(Failed(order.batch_id, why, clock()))
+        else:
+            self._events.put_nowait(Landed(order.batch_id, result, clock()))
+        finally:
+            self._waiting.pop(order.batch_id, None)
+            future.release()
+
+    def cancel(self, batch_ids: Iterable[int]) -> None:
+        """Forget batches, whatever they are doing."""
+        for batch_id in list(batch_ids):
+            future, watcher = self._waiting.pop(batch_id, (None, None))
+            if watcher is not None and future is not None:
+                watcher.cancel()
+                future.release()
+
+    def cancel_all(self) -> None:
+        """Forget every batch."""
+        self.cancel(list(self._waiting))
+
+    # -- orders to the plugins ---------------------------------------------------------
+
+    async def evict(self, domain: str, why: str) -> None:
+        """Give a silent domain up."""
+        await self.client.scheduler.sdc_evict(domain=domain, reason=why)
+
+    async def quarantine(self, domain: str, why: str) -> str:
+        """Quarantine a domain; return why it failed, or an empty string."""
+        try:
+            await self.client.scheduler.sdc_quarantine(domain=domain, reason=why)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        self.quarantined[domain] = why
+        return ""
+
+    async def refresh(self, keys: Sequence[Any]) -> None:
+        """Have Dask compute some results again."""
+        await self.client.scheduler.sdc_refresh(keys=list(keys))
+
+    async def release(self, domain: str) -> None:
+        """Lift a quarantine; held workers of the domain join again."""
+        await self.client.scheduler.sdc_release(domain=domain)
+        self.quarantined.pop(domain, None)
+
+    async def held(self, domain: str) -> list[str]:
+        """Return the connected workers of a quarantined domain."""
+        return list(await self.client.scheduler.sdc_held(domain=domain))
+
+    def addresses(self) -> list[str]:
+        """Return the workers that may be given shards."""
+        return list(self._members)
+
+    async def call(self, address: str, work: Work) -> SealedBatch | None:
+        """Compute shard 0 of some work on one worker, past the scheduler; None if it cannot."""
+        assignment = Assignment(
+            BatchContext(work.round, "witness", 0, (0,)), None, (), work.source.batch((0,)), work.info
+        )
+        batch = Blob.of(assignment)
+        try:
+            frame = await self.client.rpc(address).sdc_run(
+                statistic=work.statistic.data,
+                statistic_digest=work.statistic.digest,
+                batch=batch.data,
+                batch_digest=batch.digest,
+            )
+            return open_batch(frame)
+        except (OSError, CodecError):
+            return None

@@ -1,0 +1,143 @@
+"""Errors and warnings of dask_sdc.
+
+::
+
+    SDCError
+    ├── InputError (ValueError)             refused before any work starts
+    │   ├── InputTypeError (TypeError)
+    │   └── ClosedError                     a closed auditor or client
+    ├── CodecError (ValueError)
+    │   ├── EncodeError (TypeError)         a value outside the closed set of types
+    │   └── DecodeError                     bytes that are not a canonical encoding
+    │       └── LimitExceeded               ... or that claim to be larger than allowed
+    ├── ShardError                          names shard, domain and worker
+    │   ├── NonFiniteError (ArithmeticError)
+    │   ├── InvariantError
+    │   └── CorruptionError                 a damaged value that could not be healed
+    ├── ClusterError (RuntimeError)
+    │   ├── NoDomainError                   nobody is left to run a shard
+    │   └── DeadlineExceeded (TimeoutError)
+    ├── LedgerError                         the chain is broken, or somebody else writes
+    └── CheckpointError                     a checkpoint that does not belong to this fit
+
+    SDCWarning (UserWarning)
+    ├── AuditWarning                        the audit is weaker than asked for
+    └── RechunkWarning                      the sample axis had to be rechunked
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class SDCError(Exception):
+    """Base class; keeps its keyword fields through pickle."""
+
+    def __init__(self, message: str = "", **fields: Any) -> None:
+        super().__init__(message)
+        self.__dict__.update(fields)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[SDCError], args: tuple[Any, ...], fields: dict[str, Any]) -> SDCError:
+    # Not through __init__, which may not take what was set later, such as __notes__.
+    error = cls(*args)
+    error.__dict__.update(fields)
+    return error
+
+
+class InputError(SDCError, ValueError):
+    """Bad input, refused before any work starts."""
+
+
+class InputTypeError(InputError, TypeError):
+    """Input of a type that is not supported."""
+
+
+class ClosedError(InputError):
+    """The auditor or the client was closed."""
+
+
+class CodecError(SDCError, ValueError):
+    """Canonical encoding or decoding failed."""
+
+
+class EncodeError(CodecError, TypeError):
+    """A value has no canonical encoding; the message names its path and type."""
+
+
+class DecodeError(CodecError):
+    """Bytes are not a canonical encoding; nothing was executed or imported."""
+
+
+class LimitExceeded(DecodeError):
+    """Bytes claim a size, depth or item count above the decoder's limits."""
+
+
+class ShardError(SDCError):
+    """A shard could not be computed.
+
+    Parameters
+    ----------
+    message : str
+        What was expected and what came.
+    shard_id : int, optional
+        The shard; -1 where it is not known.
+    domain, worker : str, optional
+        Failure domain and worker address on which it happened.
+    """
+
+    shard_id: int
+    domain: str
+    worker: str
+
+    def __init__(
+        self, message: str = "", *, shard_id: int = -1, domain: str = "", worker: str = ""
+    ) -> None:
+        super().__init__(message, shard_id=shard_id, domain=domain, worker=worker)
+
+
+class NonFiniteError(ShardError, ArithmeticError):
+    """NaN or Inf where the statistic does not allow it."""
+
+
+class InvariantError(ShardError):
+    """A declared invariant of a statistic fails on several domains alike."""
+
+
+class CorruptionError(ShardError):
+    """A value is known to be damaged and could not be recomputed."""
+
+
+class ClusterError(SDCError, RuntimeError):
+    """The cluster cannot run the work."""
+
+
+class NoDomainError(ClusterError):
+    """No live failure domain is left to run a shard."""
+
+
+class DeadlineExceeded(ClusterError, TimeoutError):
+    """A phase did not end before its deadline."""
+
+
+class LedgerError(SDCError):
+    """The ledger's hash chain is broken or another writer holds it."""
+
+
+class CheckpointError(SDCError):
+    """A checkpoint is damaged or belongs to another fit."""
+
+
+class SDCWarning(UserWarning):
+    """Base class of the package's warnings."""
+
+
+class AuditWarning(SDCWarning):
+    """The audit is weaker than what was asked for; the message says why."""
+
+
+class RechunkWarning(SDCWarning):
+    """Data were rechunked along the sample axis."""

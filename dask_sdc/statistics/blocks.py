@@ -1,0 +1,79 @@
+"""What the statistics accept as a block of samples, checked in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dask_sdc.exceptions import InputError, InputTypeError
+from dask_sdc.statistics.kernels import to_host
+
+
+def checked_block(x: Any, shape: tuple[int, ...]) -> Any:
+    """Return ``x`` as an array of shape (n, *shape) of a supported dtype.
+
+    Parameters
+    ----------
+    x : array_like
+        Samples; NumPy and CuPy arrays pass through, sequences become NumPy arrays.
+    shape : tuple of int
+        Shape of one sample.
+
+    Raises
+    ------
+    InputTypeError
+        If the dtype is not bool, integer, float16/32/64 or complex64/128, or if the array is masked.
+    InputError
+        If the shape of a sample is another one.
+    """
+    if isinstance(x, np.ma.MaskedArray):
+        raise InputTypeError("expected a plain array, got a masked one; fill it with NaN and use skipna")
+    if not hasattr(x, "dtype") or not hasattr(x, "__array_namespace__"):
+        x = np.asarray(x)
+    kind, size = x.dtype.kind, x.dtype.itemsize
+    if kind not in "biufc" or size > (16 if kind == "c" else 8):
+        raise InputTypeError(f"expected bool, int, float up to 64 or complex up to 128 bits, got {x.dtype}")
+    if x.ndim == 0 or tuple(x.shape[1:]) != shape:
+        raise InputError(f"expected a block of shape (n, {', '.join(map(str, shape))}), got {tuple(x.shape)}")
+    return x
+
+
+def real_block(x: Any, shape: tuple[int, ...], what: str) -> Any:
+    """Return ``x`` as by `checked_block`, refusing complex samples in the name of ``what``."""
+    x = checked_block(x, shape)
+    if x.dtype.kind == "c":
+        raise InputTypeError(f"{what} needs real samples, got {x.dtype}")
+    return x
+
+
+def weighted_rows(x: Any, weights: Any, *others: Any) -> tuple[Any, ...]:
+    """Return ``(x, weights, *others)`` without the samples of weight zero.
+
+    A sample of weight zero is the same as no sample, whatever its values are. Unweighted blocks
+    (``weights`` None) pass through.
+
+    Returns
+    -------
+    tuple
+        Block, weights as a C-contiguous float64 array of shape (n,) or None, and the other arrays.
+
+    Raises
+    ------
+    InputError
+        If weights are not one real number per sample, or any is negative or not finite.
+    """
+    if weights is None:
+        return (x, None, *others)
+    w = np.ascontiguousarray(to_host(weights) if hasattr(weights, "dtype") else weights)
+    if w.dtype.kind not in "biuf" or w.shape != (x.shape[0],):
+        raise InputError(f"expected real weights of shape ({x.shape[0]},), got {w.dtype} of shape {w.shape}")
+    w = w.astype(np.float64, copy=False)
+    bad = ~((w >= 0) & (w < np.inf))
+    if bad.any():
+        first = int(bad.argmax())
+        raise InputError(f"expected finite weights >= 0, got {w[first]} at sample {first}")
+    if w.all():
+        return (x, w, *others)
+    keep = w > 0
+    return (x[keep], w[keep], *(None if o is None else o[keep] for o in others))

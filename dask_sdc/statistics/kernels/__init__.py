@@ -1,0 +1,51 @@
+"""Kernels of the statistics, and the one place that decides which of them runs.
+
+NumPy blocks go to Numba kernels, blocks of any other array library (CuPy) to code against the
+array API standard. Nothing is compiled at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import array_api_compat
+import numba
+import numpy as np
+
+__all__ = ["is_numpy", "jit", "namespace", "to_host"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def jit(**options: Any) -> Callable[[F], F]:
+    """Compile lazily, without the GIL, one thread per call, cached on disk where that is possible.
+
+    Numba looks for a writable cache folder when a function is decorated and raises where there is
+    none (read-only installs, containers without a home): such a process compiles for itself.
+    """
+    options = {"nogil": True, "error_model": "numpy", **options}
+
+    def decorate(function: F) -> F:
+        try:
+            kernel: F = numba.njit(cache=True, **options)(function)
+        except RuntimeError:
+            kernel = numba.njit(**options)(function)
+        return kernel
+
+    return decorate
+
+
+def is_numpy(x: Any) -> bool:
+    """Whether a block is a NumPy array, so that the Numba kernels apply."""
+    return isinstance(x, np.ndarray)
+
+
+def namespace(*arrays: Any) -> Any:
+    """Return the array API namespace of blocks that are not NumPy's."""
+    return array_api_compat.array_namespace(*arrays)
+
+
+def to_host(x: Any) -> np.ndarray[Any, Any]:
+    """Copy a (small) device array to the host, as states hold NumPy arrays only."""
+    return np.asarray(x.get() if array_api_compat.is_cupy_array(x) else x)
