@@ -10,4 +10,4 @@ pins = [
     line.split("==") for line in Path(sys.argv[1]).read_text("utf-8").splitlines() if line and line[0] != "#"
 ]
 wrong = [f"{name}: expected {pin}, got {version(name)}" for name, pin in pins if version(name) != pin]
-sys.exit("\n".join(wrong))
+sys.exit("\n".join(wrong) or None)

@@ -13,24 +13,28 @@ from typing import Any, Self, TypeVar
 
 import dask
 import numpy as np
+from dask.delayed import Delayed
 from dask.utils import parse_timedelta
 from distributed import Client, Worker, default_client, futures_of, wait
 
 from dask_sdc.cluster.checkpoint import CheckpointStore
 from dask_sdc.cluster.driver import Memory, RoundDriver, RoundResult, Tolerances
 from dask_sdc.cluster.fit import Books, Fit, FitResult, check_fit
+from dask_sdc.cluster.scheduler_plugin import GRAPH_PREFIX
 from dask_sdc.cluster.screen import probation, screen_cluster
 from dask_sdc.cluster.session import Session, Work
+from dask_sdc.cluster.worker_plugin import run_batch
 from dask_sdc.evidence.ledger import Ledger
 from dask_sdc.evidence.receipts import SDCAuditReceipt
 from dask_sdc.exceptions import AuditWarning, ClosedError, InputError, InputTypeError
+from dask_sdc.graph.audited import audited_graph
 from dask_sdc.graph.sources import Source, make_source
 from dask_sdc.policy.domains import KINDS
 from dask_sdc.policy.messages import RoundRecord, Settings
 from dask_sdc.policy.sampling import CoverageSampler, check_rate
 from dask_sdc.policy.screening import Screening
 from dask_sdc.report import Report
-from dask_sdc.statistics.base import Estimator, State, Statistic
+from dask_sdc.statistics.base import Estimator, Statistic
 
 T = TypeVar("T")
 
@@ -221,6 +225,32 @@ class Auditor:
         store = None if checkpoint is None else CheckpointStore(checkpoint)
         return self._run(self._fit, estimator, source, max_iter, float(tol), store)
 
+    def graph(
+        self,
+        statistic: Statistic,
+        data: Any,
+        *,
+        weights: Any = None,
+        target: Any = None,
+        dim: Any = None,
+    ) -> Any:
+        """Return an audited accumulation as one lazy graph.
+
+        Parameters
+        ----------
+        statistic, data, weights, target, dim
+            See `accumulate`.
+
+        Returns
+        -------
+        dask.delayed.Delayed
+            Computes, on this cluster, to what ``accumulate`` returns. A mismatch raises
+            `CorruptionError`; there is no witness and no healing in a static graph.
+        """
+        if not isinstance(statistic, Statistic):
+            raise InputTypeError(f"expected a Statistic, got {type(statistic).__name__}")
+        return self._run(self._graph, statistic, self._source(data, weights, target, dim))
+
     def log_density(
         self, fitted: FitResult, data: Any, *, weights: Any = None, dim: Any = None
     ) -> Any:
@@ -348,8 +378,9 @@ class Auditor:
         try:
             return self.client.sync(turn)  # type: ignore[no-any-return]
         except KeyboardInterrupt:
-            if running:
-                self.client.loop.add_callback(running[0].cancel)
+            loop = self.client.loop
+            if running and loop is not None:
+                loop.add_callback(running[0].cancel)
             raise
 
     # -- the coroutines ----------------------------------------------------------------
@@ -360,6 +391,21 @@ class Auditor:
         done = await self._round(statistic, source, memory)
         self._warn_of_exposure(done)
         return await asyncio.to_thread(statistic.finalize, done.state)
+
+    async def _graph(self, statistic: Statistic, source: Source) -> Delayed:
+        source = await self._settle(source)
+        await self._session.refresh_members()
+        work = Work.of(self._books.round, statistic, source, self.seed)
+        return audited_graph(
+            statistic,
+            source,
+            work.info,
+            self._session.plan(source.n_shards, self._books.sampler),
+            run_batch,
+            name=f"{GRAPH_PREFIX}{secrets.token_hex(6)}",
+            rtol=self._tolerances.rtol,
+            atol=self._tolerances.atol,
+        )
 
     async def _fit(
         self,
@@ -400,11 +446,11 @@ class Auditor:
         )
         self._books.round += 1
         done = await driver.run()
-        for what, name, shard_id in done.machine.log:
-            if what == "computed":
-                self._books.taint.computed(name, work.round, [shard_id])
+        for step in done.machine.log:
+            if step.what == "computed":
+                self._books.taint.computed(step.domain, work.round, [step.shard_id])
             else:
-                self._books.taint.clean(name, work.round, shard_id)
+                self._books.taint.clean(step.domain, work.round, step.shard_id)
         self.rounds.append(done.record)
         self._write("round", done.record.to_dict())
         if done.record.note:
@@ -479,7 +525,7 @@ class Auditor:
         if not keys:
             return {}
         await self._session.refresh_members()
-        held = await self.client.scheduler.who_has(keys=list(keys.values()))
+        held = await self._session.who_has(keys.values())
         homes = {}
         for shard_id, key in keys.items():
             domains = [d for address in held.get(key, ()) if (d := self._session.locate(address))]
@@ -497,7 +543,7 @@ def _default(name: str, value: Any) -> Any:
 
 def _client(client: Client | None) -> Client:
     if client is None:
-        return default_client()
+        client = default_client()
     if not isinstance(client, Client):
         raise InputTypeError(f"expected a distributed.Client, got {type(client).__name__}")
     if client.status in ("closed", "closing"):

@@ -184,7 +184,7 @@ class SDCSchedulerPlugin(SchedulerPlugin):
     def _restamp(self, domain: str, stimulus_id: str) -> None:
         """Free embedded primaries of a lost domain to run wherever the rest allows."""
         label = domain_label(domain)
-        freed = {}
+        freed: dict[Any, Any] = {}
         for ts in self.scheduler.unrunnable:
             wanted = ts.resource_restrictions
             if wanted and label in wanted and str(ts.key).startswith(GRAPH_PREFIX):
@@ -253,7 +253,7 @@ class SDCSchedulerPlugin(SchedulerPlugin):
     async def _drop(self, keys: list[Any]) -> int:
         dropped = 0
         for start in range(0, len(keys), _DROP_CHUNK):
-            released = {
+            released: dict[Any, Any] = {
                 key: "released"
                 for key in keys[start : start + _DROP_CHUNK]
                 if (ts := self.scheduler.tasks.get(key)) and ts.state == "memory" and ts.run_spec

@@ -71,7 +71,7 @@ async def probation(session: Session, domain: str, seed: int, repeats: int) -> b
     """
     held = await session.held(domain)
     healthy = session.addresses()
-    answers, fingerprints = await _ask(session, [*healthy, *held], seed, repeats, {a: domain for a in held})
+    answers, fingerprints = await _ask(session, [*healthy, *held], seed, repeats, dict.fromkeys(held, domain))
     found = screen(answers, fingerprints)
     return domain not in found.suspects and domain not in {
         name for one in found.unresolved for name in one.domains

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from dask_sdc.cluster.scheduler_plugin import SDCSchedulerPlugin
 from dask_sdc.cluster.worker_plugin import SDCWorkerPlugin, identify, run_batch
 from dask_sdc.evidence.seal import SealedBatch, open_batch
 from dask_sdc.exceptions import ClosedError, CodecError, InputError, NoDomainError
+from dask_sdc.graph.audited import Planned
 from dask_sdc.graph.execute import Assignment, BatchContext, Blob, accepted_columns
 from dask_sdc.graph.layers import BatchTask, batch_graph
 from dask_sdc.graph.sources import Source
@@ -29,6 +31,7 @@ from dask_sdc.policy.messages import (
     Landed,
     Place,
 )
+from dask_sdc.policy.sampling import CoverageSampler
 from dask_sdc.statistics.base import ShardInfo, Statistic
 
 
@@ -115,13 +118,18 @@ class Session:
         self._members: dict[str, _Member] = {}
         self._lanes: dict[str, int] = {}
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
-        self._waiting: dict[int, tuple[Future, asyncio.Task[None]]] = {}
+        self._waiting: dict[int, tuple[Future[bytes], asyncio.Task[None]]] = {}
         self._warmed: set[tuple[str, bytes]] = set()
         self._news: set[asyncio.Task[None]] = set()
         self._work: Work | None = None
         self._serial = 0
 
     # -- attaching ---------------------------------------------------------------------
+
+    @property
+    def _scheduler(self) -> Any:
+        """RPC to the scheduler; None in the client before it is connected."""
+        return self.client.scheduler
 
     async def attach(self) -> None:
         """Register the plugins where they are missing and learn who is there.
@@ -141,7 +149,7 @@ class Session:
         chosen, note = choose_kind(identities) if self.kind == "auto" else (self.kind, "")
         await self.client.register_plugin(SDCSchedulerPlugin(chosen, self._wanted_lanes))
         self.client.subscribe_topic(self._topic, self._hear)
-        state = await self.client.scheduler.sdc_attach(topic=self._topic, client=self.client.id)
+        state = await self._scheduler.sdc_attach(topic=self._topic, client=self.client.id)
         if self.kind not in ("auto", state["kind"]):
             raise InputError(
                 f"expected failure domains of kind {state['kind']!r}, which this cluster "
@@ -150,7 +158,7 @@ class Session:
         self.note = note if state["kind"] == chosen else f"domains are {state['kind']}s, as set up before"
         await self.client.register_plugin(SDCWorkerPlugin(self._custom, self._pin_cores))
         self._learn(
-            await self.client.scheduler.sdc_attach(topic=self._topic, client=self.client.id)
+            await self._scheduler.sdc_attach(topic=self._topic, client=self.client.id)
         )
 
     async def _identities(self) -> list[Identity]:
@@ -173,7 +181,7 @@ class Session:
     async def refresh_members(self) -> None:
         """Ask again who is there; attaches anew after the scheduler lost its plugins."""
         try:
-            state = await self.client.scheduler.sdc_attach(
+            state = await self._scheduler.sdc_attach(
                 topic=self._topic, client=self.client.id
             )
         except Exception:
@@ -187,7 +195,7 @@ class Session:
         if self.client.status == "running":
             with contextlib.suppress(OSError):
                 self.client.unsubscribe_topic(self._topic)
-                await self.client.scheduler.sdc_detach(topic=self._topic)
+                await self._scheduler.sdc_detach(topic=self._topic)
 
     def places(self) -> list[Place]:
         """Return the live domains."""
@@ -312,7 +320,7 @@ class Session:
             restrictions(order.domain, [self._lanes[name] for name in order.apart_from]),
         )
 
-    async def _collect(self, order: Dispatch, future: Future, work: Work) -> None:
+    async def _collect(self, order: Dispatch, future: Future[bytes], work: Work) -> None:
         clock = asyncio.get_running_loop().time
         try:
             frame = await future
@@ -348,16 +356,28 @@ class Session:
         """Forget every batch."""
         self.cancel(list(self._waiting))
 
+    def plan(self, shards: int, sampler: CoverageSampler) -> list[Planned]:
+        """Deal shards out to domains, two batches a thread, with the audits that fall due."""
+        places = self.places()
+        shares = [place for place in places for _ in range(2 * place.slots)]
+        planned = []
+        for place, shard_ids in zip(shares, _deal(shards, len(shares)), strict=True):
+            audited = sampler.draw(place.domain, shard_ids) if len(places) > 1 and shard_ids else ()
+            if shard_ids:
+                primary, audit = restrictions(place.domain), restrictions(None, [place.lane])
+                planned.append(Planned(shard_ids, primary, audited, audit))
+        return planned
+
     # -- orders to the plugins ---------------------------------------------------------
 
     async def evict(self, domain: str, why: str) -> None:
         """Give a silent domain up."""
-        await self.client.scheduler.sdc_evict(domain=domain, reason=why)
+        await self._scheduler.sdc_evict(domain=domain, reason=why)
 
     async def quarantine(self, domain: str, why: str) -> str:
         """Quarantine a domain; return why it failed, or an empty string."""
         try:
-            await self.client.scheduler.sdc_quarantine(domain=domain, reason=why)
+            await self._scheduler.sdc_quarantine(domain=domain, reason=why)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         self.quarantined[domain] = why
@@ -365,16 +385,21 @@ class Session:
 
     async def refresh(self, keys: Sequence[Any]) -> None:
         """Have Dask compute some results again."""
-        await self.client.scheduler.sdc_refresh(keys=list(keys))
+        await self._scheduler.sdc_refresh(keys=list(keys))
 
     async def release(self, domain: str) -> None:
         """Lift a quarantine; held workers of the domain join again."""
-        await self.client.scheduler.sdc_release(domain=domain)
+        await self._scheduler.sdc_release(domain=domain)
         self.quarantined.pop(domain, None)
 
     async def held(self, domain: str) -> list[str]:
         """Return the connected workers of a quarantined domain."""
-        return list(await self.client.scheduler.sdc_held(domain=domain))
+        return list(await self._scheduler.sdc_held(domain=domain))
+
+    async def who_has(self, keys: Iterable[Any]) -> dict[Any, list[str]]:
+        """Return the workers that hold some results."""
+        held: dict[Any, list[str]] = await self._scheduler.who_has(keys=list(keys))
+        return held
 
     def addresses(self) -> list[str]:
         """Return the workers that may be given shards."""
@@ -396,3 +421,9 @@ class Session:
             return open_batch(frame)
         except (OSError, CodecError):
             return None
+
+
+def _deal(shards: int, shares: int) -> list[tuple[int, ...]]:
+    """Cut 0..shards-1 into contiguous runs that differ by one at most."""
+    ends = [shards * i // shares for i in range(shares + 1)]
+    return [tuple(range(a, b)) for a, b in itertools.pairwise(ends)]

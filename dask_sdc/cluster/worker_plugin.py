@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 from distributed import Worker, WorkerPlugin, get_worker
@@ -97,7 +97,7 @@ def run_batch(
     dependencies: Sequence[Any],
 ) -> bytes:
     """Task function of every batch; returns the sealed frame."""
-    plugin: SDCWorkerPlugin = get_worker().plugins[NAME]
+    plugin = cast(SDCWorkerPlugin, get_worker().plugins[NAME])
     return plugin.executor.run(
         Blob(statistic, statistic_digest), Blob(batch, batch_digest), dependencies
     )
@@ -114,7 +114,7 @@ def identify(worker: Worker, custom: bytes | None = None) -> Identity:
         name=str(worker.name),
         host=socket.gethostname(),
         pid=os.getpid(),
-        nanny=worker.nanny and str(getattr(worker.nanny, "address", worker.nanny)),
+        nanny=None if worker.nanny is None else str(worker.nanny),
         nthreads=worker.state.nthreads,
         gpus=_gpu_uuids(),
         custom=named,

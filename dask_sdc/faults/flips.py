@@ -178,6 +178,7 @@ def stick_state_bit(state: State, bit: int, level: int, key: RngKey) -> State:
     """
 
     def stick(leaf: Any) -> Any:
+        """Return the leaf with the bit stuck, None if it is so already."""
         opened = _open(leaf)
         return opened.close() if _stick(opened.words, bit, level) else None
 
@@ -208,6 +209,7 @@ def scale_state_value(state: State, factor: float, key: RngKey) -> State:
         raise InputError(f"expected a finite factor other than 1, got {factor!r}")
 
     def scale(leaf: Any) -> Any:
+        """Return the leaf with one number scaled, None if it has none."""
         if type(leaf) is int:
             return _scaled_int(leaf, factor)
         if not isinstance(leaf, float | complex | np.ndarray | np.generic):
@@ -239,6 +241,7 @@ def poison_state(state: State, key: RngKey) -> State:
     """
 
     def poison(leaf: Any) -> Any:
+        """Return the leaf with one NaN more, None if there is no room."""
         opened = _open(leaf)
         if opened.items.dtype.kind not in "fc":
             return None

@@ -105,7 +105,7 @@ def input_digest(block: Block) -> bytes:
             continue
         if not isinstance(column, np.ndarray):
             return b""
-        hasher.update(np.ascontiguousarray(column).reshape(-1).view(np.uint8))
+        hasher.update(np.ascontiguousarray(column).reshape(-1).view(np.uint8).data)
     return hasher.digest()
 
 
@@ -138,10 +138,11 @@ class ShardExecutor:
         context = assignment.context
         received = self.receive(statistic.data, context)
         model_digest = digest(received)
+        records: list[SealedStatistic] = []
         if model_digest != statistic.digest:
-            status, records = "garbled", []
+            status = "garbled"
         elif not self._placed(assignment):
-            status, records = "misplaced", []
+            status = "misplaced"
         else:
             status = "ok"
             declared = self._statistic(received, model_digest)

@@ -8,12 +8,13 @@ attempt are part of every key, since equal keys are never computed twice.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dask._task_spec import List, Task, TaskRef
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from dask.typing import Key
 
 from dask_sdc.graph.execute import Blob
 
@@ -43,7 +44,7 @@ class BatchTask:
     role: str
     statistic: Blob
     batch: Blob
-    dependencies: Sequence[Hashable]
+    dependencies: Sequence[Key]
     restrictions: Mapping[str, float]
 
 

@@ -42,6 +42,10 @@ class Status(StrEnum):
     MISSING = "missing"  # nobody could be asked, or no answer came
 
 
+_STATUSES = frozenset(Status)
+_COMPARABLE = frozenset({Status.VALUE, Status.VIOLATION})
+
+
 class Outcome(StrEnum):
     """What `decide` concludes; see `Decision`."""
 
@@ -105,11 +109,11 @@ class Voice:
     ref: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.status not in set(Status):
+        if self.status not in _STATUSES:
             raise InputError(
                 f"voice of {self.role}: expected a status of {', '.join(Status)}, got {self.status!r}"
             )
-        if self.digest is None and self.status in (Status.VALUE, Status.VIOLATION):
+        if self.digest is None and self.status in _COMPARABLE:
             raise InputError(f"voice of {self.role}: expected a digest with status {self.status!r}, got None")
 
 
@@ -155,9 +159,6 @@ class _Relation(Enum):
     AGREE = "agree"
     CLOSE = "close"
     DIFFER = "differ"
-
-
-_COMPARABLE = (Status.VALUE, Status.VIOLATION)
 
 
 def _relate(a: Voice, b: Voice, compare: Compare) -> _Relation:

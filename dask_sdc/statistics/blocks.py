@@ -77,3 +77,16 @@ def weighted_rows(x: Any, weights: Any, *others: Any) -> tuple[Any, ...]:
         return (x, w, *others)
     keep = w > 0
     return (x[keep], w[keep], *(None if o is None else o[keep] for o in others))
+
+
+def feature_count(shape: tuple[int, ...], what: str) -> int:
+    """Return d of samples of shape (d,), d >= 1.
+
+    Raises
+    ------
+    InputError
+        If samples have another shape.
+    """
+    if len(shape) != 1 or shape[0] < 1:
+        raise InputError(f"{what} needs samples of shape (d,) with d >= 1, got {tuple(shape)}")
+    return shape[0]

@@ -165,15 +165,15 @@ def grand_mean(model: State) -> Array:
 
 
 def sensitivity(components: Components) -> float:
-    """Return how much rounding of x or of a product grows in log p, relative to |log p|.
+    """Return how much the rounding of y = Lᵀz grows in |y|², relative to |y|².
 
-    For triangular factors that is the norm of |L|·|L⁻¹| (Higham, Accuracy and Stability of Numerical
-    Algorithms, 2nd ed., section 7.2).
+    That is the norm of |Lᵀ|·|L⁻ᵀ| (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.,
+    section 7.2); 1 for diagonal factors.
     """
     if components.kind == DIAGONAL:
         return 1.0
-    growth = np.abs(components.factors) @ np.abs(np.linalg.inv(components.factors))
-    return float(np.max(np.sum(growth, axis=1)))
+    growth = np.abs(np.linalg.inv(components.factors)) @ np.abs(components.factors)
+    return float(np.max(np.linalg.norm(growth, ord=2, axis=(1, 2))))
 
 
 def largest_constant(components: Components) -> float:

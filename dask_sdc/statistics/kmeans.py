@@ -42,6 +42,8 @@ class KMeansSums:
     ----------
     count : int
         Number of rows.
+    weight : float
+        Σw of the rows.
     counts : numpy.ndarray
         Σw per cluster, shape (k,).
     sums : numpy.ndarray
@@ -54,6 +56,7 @@ class KMeansSums:
     """
 
     count: int
+    weight: float
     counts: Array
     sums: Array
     cluster_inertia: Array
@@ -89,6 +92,7 @@ class KMeansStatistic(Statistic):
         check_features(info, d)
         return {
             "count": 0,
+            "weight": 0.0,
             "counts": np.zeros(k),
             "sums": np.zeros((k, d)),
             "inertia": np.zeros(k),
@@ -101,14 +105,15 @@ class KMeansStatistic(Statistic):
         """Add the rows of a block."""
         x, w = weighted_rows(real_block(x, self.centres.shape[1:], "k-means"), weights)
         sums: LloydSums = lloyd(x, w, self.centres)
-        return self.combine(state, {"count": int(x.shape[0]), **sums._asdict()})
+        count = int(x.shape[0])
+        weight = float(count) if w is None else float(np.sum(w))
+        return self.combine(state, {"count": count, "weight": weight, **sums._asdict()})
 
     def combine(self, a: State, b: State) -> State:
         """Add two states; of equally far rows the left one is kept."""
         farther = b["far_distance"] > a["far_distance"]
         return {
-            "count": a["count"] + b["count"],
-            **{name: a[name] + b[name] for name in ("counts", "sums", "inertia")},
+            **{name: a[name] + b[name] for name in ("count", "weight", "counts", "sums", "inertia")},
             **{name: np.where(farther, b[name], a[name]) for name in ("far_distance", "far_weight")},
             "far_rows": np.where(farther[:, None], b["far_rows"], a["far_rows"]),
         }
@@ -121,6 +126,7 @@ class KMeansStatistic(Statistic):
     def magnitudes(self, state: State) -> Mapping[str, Any]:
         """Return Σ|terms|; for the sums its bound √(Σw·Σw‖x − c‖²) by Cauchy and Schwarz."""
         return {
+            "weight": state["weight"],
             "counts": state["counts"],
             "inertia": state["inertia"],
             "sums": np.sqrt(state["counts"] * state["inertia"])[:, None],
@@ -140,9 +146,11 @@ class KMeansStatistic(Statistic):
         if state["count"] < 0 or np.any(counts < 0) or np.any(inertia < 0):
             yield "a count or an inertia is negative"
             return
+        if abs(np.sum(counts) - state["weight"]) > _SLACK * state["weight"]:
+            yield f"counts sum to {float(np.sum(counts))!r}, weights to {state['weight']!r}"
         tiny = np.finfo(np.float64).tiny * max(state["count"], 1)
         bound = np.sqrt(counts) * np.sqrt(inertia + tiny) * (1 + _SLACK)
-        if np.any(np.linalg.norm(state["sums"], axis=1) > bound):
+        if np.any(np.abs(state["sums"]) > bound[:, None]):
             yield "the sum of a cluster is longer than its count and inertia allow"
         some = state["far_distance"] >= 0
         if np.any(some != (counts > 0)):
@@ -306,10 +314,10 @@ def centres_of_sample(state: State, n_clusters: int, seed: int, rounds: int = _S
         raise InputError(f"expected at least {n_clusters} rows for {n_clusters} clusters, got {len(rows)}")
     centres = seed_centres(rows, n_clusters, np.random.default_rng([seed, n_clusters]))
     estimator = KMeans(n_clusters, init=centres)
-    model, inertia = _start_model(centres), math.inf
+    model, inertia, info = _start_model(centres), math.inf, ShardInfo(rows.shape[1:], rows.dtype)
     for _ in range(rounds):
         statistic = KMeansStatistic(model["centres"])
-        result = statistic.finalize({"count": len(rows), **lloyd(rows, None, model["centres"])._asdict()})
+        result = statistic.finalize(statistic.update(statistic.init(info), rows))
         model = estimator.maximise(model, result)
         if estimator.converged(inertia, result.inertia, 1e-4):
             break

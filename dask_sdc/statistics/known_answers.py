@@ -3,7 +3,8 @@
 Each kernel stresses one part of a machine: multipliers and vector units, reductions, the
 transcendental functions, integer units, memory cells and lines, comparisons and moves. All
 inputs come from the seed alone, so that two machines with equal environments must return equal
-digests, and another seed tries other operands: silicon that fails does so for few of them
+digests (the environment includes the threads of the BLAS, on which matrix products depend), and
+another seed tries other operands: silicon that fails does so for few of them
 (P. H. Hochschild et al., "Cores that don't count", HotOS 2021). Kernels run on the host.
 """
 

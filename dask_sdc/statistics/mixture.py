@@ -23,7 +23,7 @@ from dask_sdc.statistics.gaussian import (
     sensitivity,
 )
 from dask_sdc.statistics.kernels.kmeans import labels
-from dask_sdc.statistics.kernels.mixture import DIAGONAL, FULL, TIED, density, expectation
+from dask_sdc.statistics.kernels.mixture import DIAGONAL, FULL, TIED, Components, density, expectation
 from dask_sdc.statistics.kmeans import centres_of_sample, start_size
 from dask_sdc.statistics.sample import RowSample, check_count, check_features, check_seed
 
@@ -245,11 +245,41 @@ class MixtureExpectation(_MixtureStatistic):
             yield "the log density is larger than the sum of its sizes"
         if np.sum(state["condition"]) > state["largest"] * state["weight"] * (1 + _SLACK):
             yield "the sizes of the log densities exceed the largest one"
+        yield from self._energy_invariants(state)
         spread = self._scatter_about_means(state) if self.covariance_type == "tied" else diagonal
         tiny = _TINY * max(state["count"], 1)
         if np.any(np.abs(first) > np.sqrt(responsibility)[:, None] * np.sqrt(spread + tiny) * (1 + _SLACK)):
             yield "a first moment is larger than its responsibility and second moment allow"
         yield from self._matrix_invariants(state["second"], diagonal, tiny)
+
+    def _energy_invariants(self, state: State) -> Iterator[str]:
+        """Compare log densities with moments: their difference is the entropy of the responsibilities.
+
+        log p(x) = Σ r·log(weight·density) + Σ r·log(1/r) (Neal and Hinton, A view of the EM algorithm,
+        1998, eq. 7), whose last term lies between 0 and log k.
+        """
+        components = components_of(self.model, self.covariance_type)
+        responsibility, weight = state["responsibility"], state["weight"]
+        present = responsibility > 0
+        constants = components.constants[present] * responsibility[present]
+        distance = self._mahalanobis(components, state)
+        entropy = state["log_density"] - (np.sum(constants) - 0.5 * distance)
+        size = np.sum(np.abs(constants)) + distance + np.sum(state["condition"]) + weight
+        slack = _SLACK * sensitivity(components) * size
+        if not -slack <= entropy <= weight * math.log(len(responsibility)) + slack:
+            yield f"log densities and second moments leave an entropy of {entropy!r}"
+
+    def _mahalanobis(self, components: Components, state: State) -> float:
+        """Return Σ w·r·‖Lᵀ(x − mean)‖² from the moments."""
+        second, factors = state["second"], components.factors
+        if components.kind == DIAGONAL:
+            return float(np.sum(second * factors[0] ** 2))
+        if components.kind == TIED:
+            away = components.means - components.shift
+            cross = state["first"].T @ away
+            inner = (state["responsibility"][:, None] * away).T @ away
+            second = (second - cross - cross.T - inner)[None]
+        return float(np.sum((factors @ np.swapaxes(factors, 1, 2)) * second))
 
     def _matrix_invariants(self, second: Array, diagonal: Array, tiny: float) -> Iterator[str]:
         if kind_of(self.covariance_type) == DIAGONAL:

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from dask import delayed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,6 +115,7 @@ def test_real_flights() -> None:
         (pd.DataFrame({"a": [1.0]}), ["DataFrame", "to_numpy"]),
         ({"a": 1}, ["builtins.dict"]),
         (3.0, ["builtins.float"]),
+        (delayed(np.ones)(3), ["Delayed", "from_delayed"]),
         (da.ones(3)[da.ones(3) > 0], ["unknown chunk sizes", "compute_chunk_sizes"]),
         (da.ones(()), ["scalar"]),
         (da.ones((0, 2)), ["no samples"]),

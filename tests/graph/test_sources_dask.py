@@ -302,6 +302,13 @@ def test_dask_columns_share_one_graph() -> None:
     assert calls == {("big", i): 1 for i in range(2)}
 
 
+def test_shared_literals_travel_once_a_batch() -> None:
+    table = np.zeros(100_000)
+    tasks = [Task(("t", k, 0), lambda t, k: t[2 * k : 2 * k + 4].reshape(2, 2), table, k) for k in range(20)]
+    source = make_source(from_tasks(tasks, "t", [2] * 20))
+    assert len(cloudpickle.dumps(source.batch(range(20)))) < 1.1 * table.nbytes
+
+
 class FakeFuture(TaskRef):
     """A future that must not travel."""
 

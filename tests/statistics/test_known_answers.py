@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import scipy.fft
 import xxhash
+from threadpoolctl import threadpool_limits
 
 from dask_sdc.exceptions import InputError
 from dask_sdc.faults import flip_state_bit
@@ -51,14 +52,19 @@ def test_repetition_agrees_whatever_the_memory_looks_like() -> None:
         assert known_answers(11) == expected
 
 
-def test_another_process_agrees() -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_another_process_agrees(threads: int) -> None:
     code = (
         "import json; from dask_sdc.statistics.known_answers import known_answers as k;"
-        "print(json.dumps({n: d.hex() for n, d in k(11).items()}))"
+        "from threadpoolctl import threadpool_limits as limit;"
+        f"limit({threads}); print(json.dumps({{n: d.hex() for n, d in k(11).items()}}))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "123"}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
-    assert json.loads(ran.stdout) == {name: digest.hex() for name, digest in known_answers(11).items()}
+    # The number of threads belongs to the environment that has to be equal.
+    with threadpool_limits(threads):
+        here = {name: digest.hex() for name, digest in known_answers(11).items()}
+    assert json.loads(ran.stdout) == here
 
 
 @pytest.mark.parametrize("kernel", sorted(KERNELS))

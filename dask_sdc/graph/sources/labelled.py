@@ -16,6 +16,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import xarray as xr
+from xarray.core.indexing import ExplicitlyIndexed
 
 from dask_sdc.exceptions import InputError, InputTypeError
 from dask_sdc.graph.sources.column import check_dtype, even_rows
@@ -109,7 +110,7 @@ class Unlabeller:
 
     def _lazy(self, variable: xr.Variable) -> xr.Variable:
         """Chunk a variable that is still in its file, so that workers read it and not the client."""
-        if variable._in_memory or variable.chunks is not None:
+        if variable._in_memory or not isinstance(variable._data, ExplicitlyIndexed):
             return variable
         first = next(d for d in self.sizes if d in variable.dims)
         n = max(variable.sizes[first], 1)

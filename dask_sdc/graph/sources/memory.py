@@ -41,6 +41,7 @@ class MemoryColumn(LoadableColumn):
         if not array.ndim:
             raise InputError(f"{name} has no sample axis: expected at least one dimension, got a scalar")
         check_dtype(name, array.dtype)
+        array = np.asarray(array)
         rows = even_rows(len(array), array[:1].nbytes)
         stops = list(accumulate(rows))
         blocks = tuple(array[stop - size : stop] for size, stop in zip(rows, stops, strict=True))
@@ -63,7 +64,7 @@ class MemoryColumn(LoadableColumn):
             _check_block(name, index, block, blocks[0])
         dtype = np.result_type(*{block.dtype for block in blocks})
         rows = tuple(len(block) for block in blocks)
-        return cls(name, rows, blocks[0].shape[1:], native(dtype), tuple(blocks))
+        return cls(name, rows, blocks[0].shape[1:], native(dtype), tuple(map(np.asarray, blocks)))
 
     def identity(self) -> bytes:
         """Return the xxh3_128 digest of types, shapes and contents."""

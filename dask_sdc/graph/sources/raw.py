@@ -77,20 +77,23 @@ class RawPart(Part):
         rows = max(stop - start for start, stop in self.bounds.values())
         buffer = _borrow(rows * math.prod(self.shape[1:]) * self.dtype.itemsize)
         stack.callback(_IDLE.append, buffer)
-        return lambda shard_id: {self.name: self._read(shard_id, buffer)}
+        # where a chunk's rows are not the shard's rows, they are read here and copied
+        whole_rows = self.chunks[1:] == self.shape[1:]
+        stage = None if whole_rows else np.empty(self.chunks, self.dtype)
+        return lambda shard_id: {self.name: self._read(shard_id, buffer, stage)}
 
-    def _read(self, shard_id: int, buffer: Buffer) -> np.ndarray[Any, Any]:
+    def _read(
+        self, shard_id: int, buffer: Buffer, stage: np.ndarray[Any, Any] | None
+    ) -> np.ndarray[Any, Any]:
         start, stop = self.bounds[shard_id]
         out = _view(buffer, (stop - start, *self.shape[1:]), self.dtype)
-        direct = self.chunks[1:] == self.shape[1:]
         for piece in self._pieces(start, stop):
             place = out[piece.place]
-            if direct:
+            if stage is None:
                 self._fetch(shard_id, piece, place)
             else:
-                chunk = np.empty((piece.shape[0], *self.chunks[1:]), self.dtype)
-                self._fetch(shard_id, piece, chunk)
-                place[...] = chunk[tuple(slice(size) for size in piece.shape)]
+                self._fetch(shard_id, piece, stage[: piece.shape[0]])
+                place[...] = stage[tuple(slice(size) for size in piece.shape)]
         return out
 
     def _pieces(self, start: int, stop: int) -> Iterator[_Piece]:

@@ -181,6 +181,11 @@ def make_source(data: Any, *, weights: Any = None, target: Any = None, dim: Any 
     -------
     Source
 
+    Notes
+    -----
+    NumPy data travel from the client with every batch that needs them, audits included: give large
+    data as a dask or Zarr array, which workers read from the source.
+
     Raises
     ------
     InputError
@@ -277,6 +282,8 @@ def _hint(data: Any) -> str:
     """Return what to do about a kind of data that is often meant."""
     hints = {
         "pandas": "; use .to_numpy()",
+        "dask": "; use .to_dask_array(lengths=True) of a DataFrame, dask.array.from_delayed of a delayed",
+        "distributed": "; use dask.array.from_delayed(future, shape, dtype)",
         "cupy": "; use dask.array.from_array(x, chunks=..., asarray=False)",
         "xarray": "; weights and target may be xarray objects only if x is one",
         "numpy": "; fill masked values, with .filled(np.nan) for example",

@@ -76,7 +76,7 @@ def _exp(x: Any) -> Any:
 
 @jit(inline="always")
 def _log(x: Any) -> Any:
-    """Return log(x) for normal x >= 1 within 1 ulp: fdlibm's e_log.c without its branches."""
+    """Return log(x) for normal x >= 1 within 1 ulp, NaN for NaN: fdlibm's e_log.c without its branches."""
     bits = np.float64(x).view(np.uint64)
     exponent = (bits - _ROOT_HALF) >> _MANTISSA
     f = np.uint64(bits - (exponent << _MANTISSA)).view(np.float64) - 1.0
@@ -88,7 +88,8 @@ def _log(x: Any) -> Any:
     odd = 1.818357216161805012e-01 + w * 1.479819860511658591e-01
     odd = z * (6.666666666666735130e-01 + w * (2.857142874366239149e-01 + w * odd))
     half = 0.5 * f * f
-    return n * _LN2_HIGH - ((half - (s * (half + (odd + even)) + n * _LN2_LOW)) - f)
+    log = n * _LN2_HIGH - ((half - (s * (half + (odd + even)) + n * _LN2_LOW)) - f)
+    return log + (x - x)
 
 
 # -- one tile ------------------------------------------------------------------------------------

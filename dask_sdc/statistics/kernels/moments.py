@@ -346,10 +346,10 @@ def merge(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
     Both hold flat arrays or arrays of one shape under `FIELDS`; M3 and M4 may be missing.
     """
-    a = {f: v if v.flags.writeable and v.flags.c_contiguous else v.copy() for f, v in a.items()}
+    a = {f: np.require(v, v.dtype.newbyteorder("="), ["C", "W"]) for f, v in a.items()}
     high = "M4" in a
     left = [a.get(f, a["M2"]).reshape(-1) for f in FIELDS]
-    right = tuple(frozen(np.ascontiguousarray(b.get(f, b["M2"]))) for f in FIELDS)
+    right = tuple(frozen(np.ascontiguousarray(b.get(f, b["M2"]), left[i].dtype)) for i, f in enumerate(FIELDS))
     _merge(*left, right, True if high else None)
     return a
 
@@ -457,14 +457,14 @@ def array_api_moments(x: Any, weights: Array | None, high: bool, skipna: bool) -
     columns = [to_host(c) for c in (xp.sum(here, axis=0), weight, mean, rest, *power, least, greatest)]
     fields = dict(zip(FIELDS, columns, strict=True))
     fields["count"] = fields["count"].astype(np.int64)
-    fields["sum"], fields["low"] = _scaled(fields["sum"], fields["weight"], fields["low"])
+    fields["sum"], fields["low"] = scaled(fields["sum"], fields["weight"], fields["low"])
     if not high:
         del fields["M3"], fields["M4"]
     return fields
 
 
 @jit()
-def _scaled(mean, weight, rest):  # type: ignore[no-untyped-def]
+def scaled(mean, weight, rest):  # type: ignore[no-untyped-def]
     """Return mean * weight + rest as pairs."""
     high, low = np.empty_like(mean), np.empty_like(mean)
     for i in range(mean.size):
@@ -473,3 +473,17 @@ def _scaled(mean, weight, rest):  # type: ignore[no-untyped-def]
         high[i] = product + error
         low[i] = error - (high[i] - product)
     return high, low
+
+
+@jit()
+def merge_sums(s, low, weight, b_s, b_low, b_weight, offset):  # type: ignore[no-untyped-def]
+    """Add the pairs (b_s, b_low) to (s, low) in place; write mean_b - mean_a to ``offset``."""
+    for i in range(s.size):
+        offset[i] = 0.0
+        if weight > 0.0 and b_weight > 0.0:
+            mean_a, rest_a = _mean(s[i], low[i], weight)
+            mean_b, rest_b = _mean(b_s[i], b_low[i], b_weight)
+            offset[i] = (mean_b - mean_a) + (rest_b - rest_a)
+        total, rest = _pair(s[i], low[i], b_s[i], b_low[i])
+        s[i] = total + rest
+        low[i] = rest - (s[i] - total)
