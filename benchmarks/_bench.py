@@ -27,6 +27,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# The folder of a script comes first on the path, where coverage.py would stand in for the package of that
+# name, which Numba uses if it is there.
+sys.modules.setdefault("coverage", None)  # type: ignore[arg-type]
+
 
 @dataclass
 class Bench:

@@ -212,10 +212,11 @@ def record_of(batch: SealedBatch, shard: int, index: int) -> SealedStatistic:
     return batch.records[shard * per_shard + index]
 
 
-def power(bench: Bench, batches: list[SealedBatch], shards: int) -> None:
+def power(bench: Bench, batches: list[SealedBatch], shards: range) -> None:
     """Flip every bit of one element of every float leaf, and audit across two environments."""
-    flips, caught, smallest = Counter[str](), Counter[str](), {"float32": [], "float64": []}
-    for shard in range(shards):
+    flips, caught = Counter[str](), Counter[str]()
+    smallest: dict[str, list[float]] = {"float32": [], "float64": []}
+    for shard in shards:
         for index, statistic in enumerate(statistics(data(shard), 0).values()):
             a, b = (record_of(batch, shard, index).payload for batch in batches[:2])
             for key, leaf in decode(b).items():
@@ -256,7 +257,7 @@ def measure(bench: Bench) -> None:
     differing = sum(a.digest != b.digest for a, b in zip(batches[0].records, again.records, strict=True))
     bench.figure("same_environment_differences", differing, equal=0)
     alarms(bench, batches, shards)
-    power(bench, batches, 4 if bench.quick else 32)
+    power(bench, batches, range(1, 17, 8) if bench.quick else range(64))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def test_schema_refuses(key: str, bad: object) -> None:
         jsonschema.validate(changed(key, bad), SCHEMA)
 
 
-@pytest.mark.parametrize("key", ["sdc.worker-timeout", "sdc.batch.target", "sdc.batch.max"])
+@pytest.mark.parametrize("key", ["sdc.worker-timeout", "sdc.batch.min", "sdc.batch.max"])
 def test_times_are_times(key: str) -> None:
     assert parse_timedelta(DEFAULTS[key]) > 0
 

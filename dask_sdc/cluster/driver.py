@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dask_sdc.cluster.session import Session, Work
@@ -22,6 +22,7 @@ from dask_sdc.policy.messages import (
     Evict,
     Heard,
     Instruction,
+    Landed,
     Quarantine,
     Quarantined,
     RoundRecord,
@@ -142,6 +143,8 @@ class RoundDriver:
                 events = await self._session.next_events(_TICK)
                 instructions: list[Instruction] = []
                 for event in events or [Tick(loop.time())]:
+                    if isinstance(event, Landed):
+                        event = self._check_inputs(event)
                     instructions += self._machine.handle(event)
                 self._execute(instructions)
                 if events:
@@ -180,6 +183,51 @@ class RoundDriver:
         failure = await self._session.quarantine(order.domain, order.why)
         now = asyncio.get_running_loop().time()
         self._session.tell(Quarantined(order.domain, failure, now))
+
+    # -- inputs ------------------------------------------------------------------------
+
+    def _check_inputs(self, event: Landed) -> Landed:
+        """Compare each shard's input with what it was when it was first read.
+
+        A persisted block that changed in memory is dropped, so that Dask computes it again, and
+        its shard is tried anew. What was read from its source and is not the same any more is a
+        violation: of the domain that read it, or of the data if others see the same.
+        """
+        records = []
+        for record in event.result.records:
+            if not record.input_digest:
+                records.append(record)
+                continue
+            known = self._memory.inputs.setdefault(record.shard_id, record.input_digest)
+            if record.input_digest == known:
+                records.append(record)
+            elif keys := self._work.source.locality[record.shard_id]:
+                self._background(self._session.refresh(keys))
+                self._machine.record.mismatches += 1
+                self._receive(self._changed_in_memory(record, event.result, known))
+            else:
+                note = f"input digest {record.input_digest.hex()}, expected {known.hex()} as first read"
+                records.append(replace(record, status="violation", notes=(note,)))
+        return replace(event, result=replace(event.result, records=tuple(records)))
+
+    def _changed_in_memory(
+        self, record: SealedStatistic, batch: SealedBatch, known: bytes
+    ) -> SDCAuditReceipt:
+        return make_receipt(
+            record,
+            record,
+            self._comparison(record.payload, record.payload),
+            primary_batch=batch,
+            audit_batch=batch,
+            verdict="mismatch",
+            mismatch_reason="the persisted input block changed in memory",
+            decided={
+                "input_digest": record.input_digest.hex(),
+                "first_input_digest": known.hex(),
+                "healed": "every replica of the block was dropped and computed again",
+            },
+            decided_at=time.time(),
+        )
 
     # -- folding -----------------------------------------------------------------------
 

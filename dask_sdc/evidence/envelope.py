@@ -168,7 +168,8 @@ def compare(
             raise InputError(f"expected a finite {name} >= 0, got {tolerance}")
     digests = digest(encode(a)), digest(encode(b))
     walk = _Walk(rtol, atol, _root_terms(terms), finite)
-    walk.visit("", a, b, magnitudes)
+    with np.errstate(all="ignore"):  # differences and quotients of corrupt values
+        walk.visit("", a, b, magnitudes)
     equal = digests[0] == digests[1]
     return _conclude(walk.leaves, "bitwise" if equal else "envelope", rtol, atol, digests)
 
@@ -334,19 +335,23 @@ class _Walk:
         self.leaves.append(LeafError(path, abs_error, rel_error, 0.0, outside, a.size, reason))
 
     def numeric(self, path: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], magnitude: Any) -> None:
-        real_bytes = a.dtype.itemsize // (2 if a.dtype.kind == "c" else 1)
         wide = np.complex128 if a.dtype.kind == "c" else np.float64
         x, y = a.astype(wide), b.astype(wide)
         odd = ~(np.isfinite(x) & np.isfinite(y))
-        if a.tobytes() == b.tobytes() and not (self.finite and odd.any()):
+        any_odd = bool(odd.any())
+        if a.tobytes() == b.tobytes() and not (self.finite and any_odd):
             return
-        tolerated = odd & _same_nonfinite(x, y) & (not self.finite)
-        with np.errstate(over="ignore", invalid="ignore"):
-            error = np.where(odd, np.where(tolerated, 0.0, np.inf), np.abs(x - y))
-            size = np.where(odd, 0.0, np.minimum(np.maximum(np.abs(x), np.abs(y)), _LARGEST))
-            rounding = LAMBDA * self.root_terms * _ROUNDOFF[real_bytes] * _scale(magnitude, size)
-            allowed = self.atol + np.maximum(self.rtol * size, rounding)
-        self.record(path, error, size, allowed, odd & ~tolerated)
+        error = np.abs(x - y)
+        size = np.minimum(np.maximum(np.abs(x), np.abs(y)), _LARGEST)
+        if any_odd:
+            tolerated = odd & _same_nonfinite(x, y) & (not self.finite)
+            error = np.where(odd, np.where(tolerated, 0.0, np.inf), error)
+            size = np.where(odd, 0.0, size)
+            odd &= ~tolerated
+        roundoff = _ROUNDOFF[a.dtype.itemsize // (2 if a.dtype.kind == "c" else 1)]
+        rounding = LAMBDA * self.root_terms * roundoff * _scale(magnitude, size)
+        allowed = np.minimum(self.atol + np.maximum(self.rtol * size, rounding), _LARGEST)
+        self.record(path, error, size, allowed, int(odd.sum()) if any_odd else 0)
 
     def record(
         self,
@@ -354,22 +359,16 @@ class _Walk:
         error: np.ndarray[Any, Any],
         size: np.ndarray[Any, Any],
         allowed: np.ndarray[Any, Any],
-        illegal: np.ndarray[Any, Any],
+        illegal: int,
     ) -> None:
-        bad = illegal | ~(np.isfinite(error) & (error <= allowed))
-        outside = int(bad.sum())
-        with np.errstate(over="ignore", invalid="ignore"):
-            worst = int(np.argmax(np.where(illegal, np.inf, _relative(error, allowed))))
+        outside = int((error > allowed).sum())
         reason = ""
-        if illegal.any():
-            reason = (
-                f"non-finite values, which are not legal here or differ, in {int(illegal.sum())} elements"
-            )
+        if illegal:
+            reason = f"non-finite values, which are not legal here or differ, in {illegal} elements"
         elif outside:
             reason = f"outside of the envelope in {outside} of {error.size} elements"
-        abs_error = float(np.max(error))
-        rel_error = float(np.max(np.where(illegal, np.inf, _relative(error, size))))
-        envelope = float(allowed.reshape(-1)[worst])
+        abs_error, rel_error = float(error.max()), float(_relative(error, size).max())
+        envelope = float(allowed.reshape(-1)[_relative(error, allowed).argmax()])
         self.leaves.append(LeafError(path, abs_error, rel_error, envelope, outside, error.size, reason))
 
 
@@ -399,15 +398,15 @@ def _scale(magnitude: Any, size: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if magnitude is None:
         return size
     try:
-        scale = np.broadcast_to(np.abs(np.asarray(magnitude, np.float64)), size.shape)
+        scale = np.abs(np.asarray(magnitude, np.float64))
+        wider = np.maximum(size, np.where(np.isfinite(scale), scale, 0.0))
     except (TypeError, ValueError):
         return size
-    usable = np.where(np.isfinite(scale), scale, 0.0)
-    return np.asarray(np.maximum(size, usable))
+    return np.asarray(wider) if wider.shape == size.shape else size
 
 
 def _relative(error: np.ndarray[Any, Any], size: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """error / size, 0 where both are 0 and inf where only the size is."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        ratio: np.ndarray[Any, Any] = np.divide(error, size)
-    return np.where(error == 0, 0.0, np.where(np.isnan(ratio), np.inf, ratio))
+    ratio: np.ndarray[Any, Any] = np.divide(error, size)
+    ratio = np.where(np.isnan(ratio), np.inf, ratio)
+    return np.where(error == 0, 0.0, ratio)

@@ -233,19 +233,20 @@ def plan(
     return StagingPlan(tuple(suspects), _deal(affected, survivors, slots or {}), survivors, back)
 
 
-def _affected(
-    suspects: Mapping[str, int], owners: Mapping[int, str | Collection[str]]
-) -> list[int] | None:
+def _affected(suspects: Mapping[str, int], owners: Mapping[int, str | Collection[str]]) -> list[int] | None:
     """Return the suspects' shards, or None if a shard has no owner or a suspect among several."""
     affected = []
-    for shard_id, owner in sorted(owners.items()):
-        claims = {owner} if isinstance(owner, str) else set(owner)
-        guilty = claims & suspects.keys()
-        if not claims or (guilty and len(claims) > 1):
+    for shard_id, owner in owners.items():
+        if isinstance(owner, str):
+            if owner in suspects:
+                affected.append(shard_id)
+            continue
+        claims = set(owner)
+        if not claims or (len(claims) > 1 and not claims.isdisjoint(suspects)):
             return None
-        if guilty:
+        if not claims.isdisjoint(suspects):
             affected.append(shard_id)
-    return affected
+    return sorted(affected)
 
 
 def _deal(

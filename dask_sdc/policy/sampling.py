@@ -161,9 +161,7 @@ class CoverageSampler:
         """
         self._account(domain).rate = check_rate(rate)
 
-    def draw(
-        self, domain: str, shard_ids: Sequence[int], round_number: int | None = None
-    ) -> tuple[int, ...]:
+    def draw(self, domain: str, shard_ids: Sequence[int], round_number: int | None = None) -> tuple[int, ...]:
         """Draw the shards to audit among those that a domain is about to compute.
 
         Parameters

@@ -54,9 +54,7 @@ class Screening:
         """Return the result in closed types."""
         return {
             "outliers": {domain: list(kernels) for domain, kernels in self.outliers},
-            "unresolved": [
-                {**asdict(one), "domains": list(one.domains)} for one in self.unresolved
-            ],
+            "unresolved": [{**asdict(one), "domains": list(one.domains)} for one in self.unresolved],
             "unchecked": list(self.unchecked),
         }
 

@@ -4,8 +4,8 @@
 rerun each of primary and audit. It never names a domain unless a third, apart domain contradicts
 it and the other side reproduces itself.
 
-How two voices relate
----------------------
+How two voices relate:
+
 - *agree*: the same digest, or different environments and inside the envelope.
 - *close*: the same environment, different bits, inside the envelope. It calls for a follow-up
   and never accuses alone.

@@ -224,7 +224,7 @@ def test_a_masked_fault_is_not_delivered() -> None:
 
 
 def test_warming_up_is_left_alone() -> None:
-    faulty = executor(Fault("delayed", delay=60.0), Fault("nan"))
+    faulty = executor(Fault("delayed", delay=0.01), Fault("nan"))
     faulty.warm(blobs()[0], ShardInfo((3,), np.dtype(float)), frozenset())
     assert faulty.armed[0].tally.deliveries == []  # type: ignore[attr-defined]
 

@@ -133,6 +133,29 @@ def test_what_cannot_change_is_refused() -> None:
             scale_state_value({"a": 2.0}, factor, 0)
 
 
+@pytest.mark.parametrize(
+    ("state", "bits"),
+    [
+        (None, 0),
+        (True, 1),
+        (5, 64),
+        (-(2**63), 64),
+        (2**63, 72),
+        (1.5, 64),
+        (1j, 128),
+        ("né", 14),
+        (b"abc", 24),
+        ([(1.0, {}), "", b""], 64),
+        ({"long key": np.zeros((2, 3), "?"), 7: np.zeros(3, "<f4")}, 102),
+        (np.array(["ab", "c"]), 28),
+        (np.float32(1), 32),
+        (np.empty((0, 4)), 0),
+    ],
+)
+def test_bits_are_counted_without_keys(state: Any, bits: int) -> None:
+    assert count_bits(state) == bits
+
+
 @given(STATES, st.integers(0, 2**40))
 def test_one_flipped_bit_changes_any_state_that_has_bits(state: Any, offset: int) -> None:
     before = encode(state)

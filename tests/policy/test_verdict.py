@@ -74,9 +74,7 @@ class World:
     environment: dict[str, str]
 
     def voices(self) -> dict[str, Voice]:
-        return {
-            role: voice(kind, role, self.environment[DOMAIN[role]]) for role, kind in self.runs.items()
-        }
+        return {role: voice(kind, role, self.environment[DOMAIN[role]]) for role, kind in self.runs.items()}
 
     def decide(self) -> Decision:
         return decide(**self.voices(), compare=compare)
@@ -283,9 +281,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("kinds", "letters", "outcome", "reason", "value"), TABLE)
 def test_reasons(kinds: str, letters: str, outcome: str, reason: str, value: str | None) -> None:
-    world = World(
-        dict(zip(ROLES, kinds.split(), strict=True)), dict(zip("PAW", letters, strict=True))
-    )
+    world = World(dict(zip(ROLES, kinds.split(), strict=True)), dict(zip("PAW", letters, strict=True)))
     decision = world.decide()
     assert (decision.outcome, decision.reason, decision.value) == (outcome, reason, value)
     assert decision.suspects == ()

@@ -17,55 +17,60 @@ _TILE = 1024
 #: Up to this many bins, neighbours are counted in four copies: equal bins in a row would wait for
 #: each other's store.
 _COPIES_UP_TO = 1 << 12
-#: Most edges in a cell of an axis: what a sample is compared with at worst.
-_MOST_IN_CELL = 4
+#: Cells per bin that are tried, finer ones where edges are spaced unevenly.
+_CELLS_PER_BIN = (1, 4, 16)
 
 
 @dataclass(frozen=True)
 class Axis:
     """One axis of n bins [e₀, e₁), …, [e₍ₙ₋₁₎, eₙ], and slots for what lies below, above and is NaN.
 
-    A sample is compared with few edges only: uniform cells say how many edges are surely below it.
-    As the cell of a value never falls when the value rises, those are the edges of lower cells,
-    whatever rounding does.
+    A sample is compared with few edges only: equal cells, of the value or of its logarithm, say how
+    many edges are surely below it. As the cell of a value never falls when the value rises, those
+    are the edges of lower cells, whatever rounding does; a binary search goes through the others.
 
     Attributes
     ----------
     edges : numpy.ndarray
         n + 1 rising float64 edges.
     padded : numpy.ndarray
-        -inf, the edges, and NaN, which nothing compares with, up to one more than a power of two.
-    scale : float
-        Cells per unit; 0 where edges are spaced too unevenly for cells: then search.
+        -inf, the edges, and NaN, which nothing compares with.
     table : numpy.ndarray of uint32
         Edges in lower cells, for each cell and one more on both sides, and the slot of NaN.
-    rounds : int
-        Most edges in a cell.
+    ranked : bool
+        Whether cells divide `_ranks` of values instead of values.
+    scale : float
+        Cells per unit.
+    steps : int
+        Steps of the binary search.
     """
 
     edges: Array
     padded: Array
-    scale: float
     table: Array
-    rounds: int
+    ranked: bool
+    scale: float
+    steps: int
 
     @classmethod
     def of(cls, edges: Array) -> Axis:
-        """Prepare rising float64 edges."""
+        """Prepare rising float64 edges with the cells that need the fewest comparisons."""
+        choices = [cls._with_cells(edges, k, ranked) for k in _CELLS_PER_BIN for ranked in (False, True)]
+        return min(choices, key=lambda axis: axis.steps)
+
+    @classmethod
+    def _with_cells(cls, edges: Array, per_bin: int, ranked: bool) -> Axis:
         n = len(edges) - 1
-        size = 1 << (n + 2).bit_length()
-        padded = np.concatenate(([-np.inf], edges, np.full(size - len(edges), np.nan)))
-        for cells in (n, 4 * n, 16 * n):
-            with np.errstate(all="ignore"):
-                scale = float(cells / (edges[-1] - edges[0]))
-                if not 0 < scale < np.inf:
-                    break
-                cell = np.floor(np.clip((edges - edges[0]) * scale, -1.0, cells))
-            rounds = int(np.bincount(cell.astype(np.int64) + 1).max())
-            if rounds <= _MOST_IN_CELL:
-                table = np.searchsorted(cell, np.arange(-1, cells + 1), side="left")
-                return cls(edges, padded, scale, np.append(table, n + 2).astype(np.uint32), rounds)
-        return cls(edges, padded, 0.0, np.zeros(1, np.uint32), 0)
+        cells = min(n * per_bin, 1 << 20)
+        points = _ranks(edges) if ranked else edges
+        with np.errstate(over="ignore", invalid="ignore"):
+            span = points[-1] - points[0]
+            scale = float(cells / span) if 0 < span < np.inf and cells / span < np.inf else 0.0
+            cell = np.floor(np.clip((points - points[0]) * scale, -1.0, cells)) if scale else np.zeros(n + 1)
+        table = np.searchsorted(cell, np.arange(-1, cells + 1), side="left")
+        steps = int(np.bincount(cell.astype(np.int64) + 1).max()).bit_length()
+        padded = np.concatenate(([-np.inf], edges, np.full(1 + (1 << steps), np.nan)))
+        return cls(edges, padded, np.append(table, n + 2).astype(np.uint32), ranked, scale, steps)
 
     @property
     def slots(self) -> int:
@@ -74,59 +79,60 @@ class Axis:
 
 
 @jit()
-def _guess(flat, at, step, n, padded, bins, scale, table, rounds, stride, slots, cell):  # type: ignore[no-untyped-def]
-    """Add ``stride`` times the slot of each sample: the edges in lower cells, then compare."""
-    low, high, top = padded[1], padded[bins + 1], float(len(table) - 3)
-    nan = float(len(table) - 2)
-    for i in range(n):
-        v = np.float64(flat[at + i * step])
-        t = (v - low) * scale
-        t = t if t > -1.0 else -1.0
-        t = t if t < top else top
-        t = nan if v != v else t
-        cell[i] = np.uint32(np.int32(np.floor(t)) + np.int32(1))
-    for i in range(n):
-        v = np.float64(flat[at + i * step])
-        slot = np.uint64(table[cell[i]])
-        for _ in range(rounds):
-            slot += np.uint64(v >= padded[slot + np.uint64(1)])
-        slots[i] += np.uint64(stride) * (slot - np.uint64(v == high))  # the last bin is closed
+def _ranks(values):  # type: ignore[no-untyped-def]
+    """Rank float64 values among all float64: a piecewise linear logarithm on both sides of zero."""
+    bits, ranks = values.view(np.int64), np.empty(len(values))
+    for i in range(len(values)):
+        ranks[i] = np.float64(bits[i] if bits[i] >= 0 else np.int64(-9223372036854775808) - bits[i])
+    return ranks
 
 
 @jit()
-def _search(flat, at, step, n, padded, bins, stride, slots):  # type: ignore[no-untyped-def]
-    """Add ``stride`` times the slot of each sample by a binary search without branches."""
-    high = padded[bins + 1]
+def _slots(values, axis, stride, cell, slots):  # type: ignore[no-untyped-def]
+    """Add ``stride`` times the slot of each value: the edges in lower cells, then compare."""
+    padded, table, ranked, scale, steps, bins = axis
+    low, high = padded[1], padded[bins + 1]
+    top, nan = float(len(table) - 3), np.uint32(len(table) - 1)
+    n = len(values)
+    points = values
+    if ranked:
+        points = _ranks(values)
+        low = _ranks(padded[1:2])[0]
     for i in range(n):
-        v = np.float64(flat[at + i * step])
-        slot, half = np.uint64(0), np.uint64((padded.size - 1) // 2)
+        t = (points[i] - low) * scale
+        t = t if t > -1.0 else -1.0
+        t = t if t < top else top
+        place = np.uint32(np.int32(np.floor(t)) + np.int32(1))
+        cell[i] = nan if values[i] != values[i] else place
+    first = np.uint64(1) << np.uint64(steps) >> np.uint64(1)
+    for i in range(n):
+        v = values[i]
+        slot, half = np.uint64(table[cell[i]]), first
         while half > np.uint64(0):
             slot += half * np.uint64(v >= padded[slot + half])
             half >>= np.uint64(1)
-        slot -= np.uint64(v == high)
-        slots[i] += np.uint64(stride) * (slot + np.uint64(bins + 2) * np.uint64(v != v))
+        slots[i] += np.uint64(stride) * (slot - np.uint64(v == high))  # the last bin is closed
 
 
 @jit()
 def _count(flat, n, first, axes, strides, weights, share, counts, sums):  # type: ignore[no-untyped-def]
     """Count ``n`` samples, the first of which has the weight first // share.
 
-    ``axes`` holds, one axis after the other, padded edges and where they start, bins, scales,
-    tables and where they start, and rounds. ``counts`` has shape (copies, slots).
+    ``axes`` holds the fields of one axis after the other, arrays with where they start;
+    ``counts`` has shape (copies, slots).
     """
-    padded, starts, bins, scales, tables, cells, rounds = axes
+    padded, starts, tables, cells, ranked, scales, steps, bins = axes
     dims, copies = len(bins), counts.shape[0]
-    slots, cell = np.empty(_TILE, np.uint64), np.empty(_TILE, np.uint32)
+    values, cell, slots = np.empty(_TILE), np.empty(_TILE, np.uint32), np.empty(_TILE, np.uint64)
     for begin in range(0, n, _TILE):
         size = min(_TILE, n - begin)
         slots[:] = 0
         for d in range(dims):
-            edges, at = padded[starts[d] : starts[d + 1]], begin * dims + d
-            if scales[d] > 0.0:
-                table = tables[cells[d] : cells[d + 1]]
-                _guess(flat, at, dims, size, edges, bins[d], scales[d], table, rounds[d], strides[d], slots, cell)
-            else:
-                _search(flat, at, dims, size, edges, bins[d], strides[d], slots)
+            for i in range(size):
+                values[i] = flat[(begin + i) * dims + d]
+            table = tables[cells[d] : cells[d + 1]]
+            axis = padded[starts[d] : starts[d + 1]], table, ranked[d], scales[d], steps[d], bins[d]
+            _slots(values[:size], axis, strides[d], cell, slots)
         for k in range(copies):
             row = counts[k]
             for i in range(k, size, copies):
@@ -172,11 +178,12 @@ def _packed(axes: tuple[Axis, ...]) -> tuple[Array, ...]:
     return (
         np.concatenate([axis.padded for axis in axes]),
         np.cumsum([0, *(len(axis.padded) for axis in axes)]),
-        np.array([len(axis.edges) - 1 for axis in axes]),
-        np.array([axis.scale for axis in axes]),
         np.concatenate([axis.table for axis in axes]),
         np.cumsum([0, *(len(axis.table) for axis in axes)]),
-        np.array([axis.rounds for axis in axes]),
+        np.array([axis.ranked for axis in axes]),
+        np.array([axis.scale for axis in axes]),
+        np.array([axis.steps for axis in axes]),
+        np.array([len(axis.edges) - 1 for axis in axes]),
     )
 
 
