@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dask_sdc import config
+from dask_sdc.cluster.auditor import Auditor
+from dask_sdc.cluster.fit import FitResult
+from dask_sdc.evidence.fold import checkpointed_fold, finite_guarded_fold
+from dask_sdc.evidence.receipts import SDCAuditReceipt
 from dask_sdc.exceptions import (
     AuditWarning,
     CheckpointError,
@@ -25,30 +29,68 @@ from dask_sdc.exceptions import (
     SDCWarning,
     ShardError,
 )
+from dask_sdc.faults.flips import inject_bit_flip
+from dask_sdc.faults.plan import Fault, FaultPlan
+from dask_sdc.faults.plugin import FaultInjector, arm_corruption, clear_corruption
+from dask_sdc.report import Report
+from dask_sdc.statistics import (
+    PCA,
+    Covariance,
+    Estimator,
+    GaussianMixture,
+    Histogram,
+    KMeans,
+    LinearRegression,
+    Moments,
+    ShardInfo,
+    Statistic,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PCA",
     "AuditWarning",
+    "Auditor",
     "CheckpointError",
     "ClosedError",
     "ClusterError",
     "CodecError",
     "CorruptionError",
+    "Covariance",
     "DeadlineExceeded",
     "DecodeError",
     "EncodeError",
+    "Estimator",
+    "Fault",
+    "FaultInjector",
+    "FaultPlan",
+    "FitResult",
+    "GaussianMixture",
+    "Histogram",
     "InputError",
     "InputTypeError",
     "InvariantError",
+    "KMeans",
     "LedgerError",
     "LimitExceeded",
+    "LinearRegression",
+    "Moments",
     "NoDomainError",
     "NonFiniteError",
     "RechunkWarning",
+    "Report",
+    "SDCAuditReceipt",
     "SDCError",
     "SDCWarning",
     "ShardError",
+    "ShardInfo",
+    "Statistic",
     "__version__",
+    "arm_corruption",
+    "checkpointed_fold",
+    "clear_corruption",
     "config",
+    "finite_guarded_fold",
+    "inject_bit_flip",
 ]

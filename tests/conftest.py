@@ -27,6 +27,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 ROOT = Path(__file__).parent.parent
 
+# Compiled kernels are kept between runs; worker processes inherit the variable.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".pytest_cache" / "numba"))
+
 SERVE_FOUR = """
 import sys
 from distributed import LocalCluster
@@ -35,11 +38,6 @@ with LocalCluster(n_workers=4, threads_per_worker=1, processes=True, dashboard_a
     print(cluster.scheduler_address, flush=True)
     sys.stdin.read()
 """
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Keep compiled kernels between runs; worker processes inherit the variable."""
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(config.cache.mkdir("numba")))
 
 
 def gpu_missing() -> str | None:

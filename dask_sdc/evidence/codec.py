@@ -502,7 +502,8 @@ def _wire_dtype(name: str) -> np.dtype[Any]:
 
 def _empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     try:
-        return np.empty(shape, dtype)
+        # Not np.empty, which may set aside one element, and elements may claim to be large.
+        return np.ndarray(shape, dtype, bytearray())
     except ValueError:  # NumPy bounds the product of the other dimensions
         raise DecodeError(f"expected a shape that NumPy can hold, got {shape}") from None
 

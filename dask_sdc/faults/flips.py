@@ -341,7 +341,8 @@ def _as_words(items: NDArray[Any], word: np.dtype[Any]) -> NDArray[Any]:
 
 def _octets(value: int) -> bytes:
     """Return the two's complement of an integer, 64 bits or as many as it needs."""
-    return value.to_bytes(max(8, value.bit_length() // 8 + 1), "little", signed=True)
+    magnitude = value if value >= 0 else ~value
+    return value.to_bytes(max(8, magnitude.bit_length() // 8 + 1), "little", signed=True)
 
 
 def _image(payload: bytes) -> NDArray[np.uint8]:

@@ -7,6 +7,7 @@ in exactly one `Finding`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from dask_sdc.exceptions import InvariantError, NonFiniteError, ShardError
 from dask_sdc.policy.messages import Case, Heard
 from dask_sdc.policy.roster import Domain, Roster
 from dask_sdc.policy.verdict import Closeness, Decision, Outcome, Status, Voice, decide
+
+#: Why an audit is skipped that nobody can do.
+TOO_FEW = "fewer than two domains"
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class CaseBook:
         self._max_retries = max_retries
         self._open: dict[int, Case] = {}
         self._changed: dict[int, None] = {}
+        #: How many voices of each domain the open cases have heard.
+        self._heard: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -61,16 +67,34 @@ class CaseBook:
 
     def involve(self, domains: Iterable[str]) -> bool:
         """Say whether an open case has heard any of some domains."""
-        names = set(domains)
-        return any(
-            case.domain(part) in names for case in self._open.values() for part in ("primary", "audit")
-        )
+        return any(self._heard[name] for name in domains)
 
     # -- what is heard -----------------------------------------------------------------
 
-    def expect_audit(self, shard_id: int, batch_id: int) -> None:
+    def expect_audit(self, shard_id: int, batch_id: int, drawn_for: str) -> None:
         """Open a case for an audit that was queued beside its primary."""
-        self._open[shard_id] = Case(shard_id, pending={"audit": batch_id})
+        self._open[shard_id] = Case(shard_id, pending={"audit": batch_id}, asked=True, drawn_for=drawn_for)
+        self._roster.record.audited += 1
+
+    def displace(self, shard_id: int) -> tuple[str, int | None]:
+        """Note that an awaited primary is to be computed elsewhere.
+
+        Returns
+        -------
+        (str, int or None)
+            The domain that owes the audit again that was drawn for it, empty if none does; and the
+            lane of the audit, which the new primary had better keep off.
+        """
+        case = self._open.get(shard_id)
+        if case is None:
+            return "", None
+        owing, case.drawn_for = case.drawn_for, ""
+        auditor = self._auditor(case)
+        return owing, None if auditor is None else auditor.place.lane
+
+    def _auditor(self, case: Case) -> Domain | None:
+        holder = self._roster.holder(case.pending.get("audit"))
+        return holder or self._roster.get(case.domain("audit"))
 
     def hear_primary(self, shard_id: int, voice: Voice) -> None:
         """Add the primary; opens a case unless it is a plain value that nobody audits."""
@@ -79,31 +103,42 @@ class CaseBook:
             if voice.status == Status.VALUE:
                 return
             case = self._open[shard_id] = Case(shard_id)
-        auditor = case.domain("audit")
-        if auditor is not None and self._roster.same_lane(auditor, voice.domain):
-            del case.voices["audit"]  # not apart any more: it is audited anew
-        case.voices["primary"] = voice
-        self._changed[shard_id] = None
+        auditor = self._auditor(case)
+        if auditor is not None and self._roster.same_lane(auditor.name, voice.domain):
+            # Not apart any more: it is audited anew.
+            case.pending.pop("audit", None)
+            if old := case.voices.pop("audit", None):
+                self._heard[old.domain] -= 1
+        self._add(case, "primary", voice)
 
-    def hear(self, shard_id: int, part: str, batch_id: int, voice: Voice | None, why: str = "") -> None:
-        """Add a voice that was asked for; None if it was lost."""
+    def hear(
+        self, shard_id: int, part: str, batch_id: int, domain: str, voice: Voice | None, why: str = ""
+    ) -> None:
+        """Add a voice that a domain was asked for; None if it was lost."""
         case = self._open.get(shard_id)
         if case is None or case.pending.get(part) != batch_id:
             return
         del case.pending[part]
-        if voice is not None and part == "audit" and voice.status == Status.ERROR:
+        if voice is not None and part in ("audit", "witness") and voice.status == Status.ERROR:
             # It says nothing of the primary: somebody else is asked.
-            voice, why = None, "the audit raised an error"
+            voice, why = None, f"the {part} raised an error"
+        if voice is None:
+            case.tried.add(domain)
+            case.attempts[part] += 1
+            if case.attempts[part] > self._max_retries:
+                voice = _missing(part, why)
         if voice is not None:
-            case.voices[part] = voice
-        else:
-            self._lost(case, part, why)
+            self._add(case, part, voice)
         self._changed[shard_id] = None
 
-    def _lost(self, case: Case, part: str, why: str) -> None:
-        case.attempts[part] += 1
-        if case.attempts[part] > self._max_retries:
-            case.voices[part] = _missing(part, why)
+    def _add(self, case: Case, part: str, voice: Voice) -> None:
+        case.voices[part] = voice
+        self._heard[voice.domain] += 1
+        self._changed[case.shard_id] = None
+
+    def _close(self, case: Case) -> None:
+        del self._open[case.shard_id]
+        self._heard.subtract(voice.domain for voice in case.voices.values())
 
     # -- judging -----------------------------------------------------------------------
 
@@ -124,7 +159,7 @@ class CaseBook:
                 continue
             decision = self._decide(case, now)
             if decision is not None:
-                del self._open[shard_id]
+                self._close(case)
                 findings.append(Finding(case, decision))
         return findings
 
@@ -134,7 +169,7 @@ class CaseBook:
         primary, audit = case.voices["primary"], case.voices["audit"]
         if audit.status == Status.MISSING:
             if primary.status == Status.VIOLATION:
-                raise data_error(case.shard_id, primary)
+                raise data_error(case.shard_id, primary, f"nobody could check it: {audit.ref}")
             return Decision(Outcome.SKIPPED, reason=str(audit.ref))
         self._refuse_bad_data(case)
         decision = self._weigh(case)
@@ -166,9 +201,10 @@ class CaseBook:
     def _ask(self, case: Case, part: str, now: float) -> None:
         role, domain, apart = self._who(case, part)
         if domain is None:
-            case.voices[part] = _missing(part, "fewer than two domains" if part == "audit" else "")
+            self._add(case, part, _missing(part, TOO_FEW if part == "audit" else ""))
             return
-        if part == "audit" and not case.attempts[part]:
+        if part == "audit" and not case.asked:
+            case.asked = True
             self._roster.record.audited += 1
         case.pending[part] = self._roster.send(
             role,
@@ -186,7 +222,8 @@ class CaseBook:
             # A suspect may still be asked to repeat itself; one that is gone may not.
             return "rerun", domain if domain and domain.live and not domain.barred else None, []
         heard = [name for name in (case.domain("primary"), case.domain("audit")) if name]
-        return part, self._roster.partner([self._roster[name].place for name in heard]), heard
+        places = [self._roster[name].place for name in heard]
+        return part, self._roster.partner(places, case.tried), heard
 
     def _refuse_bad_data(self, case: Case) -> None:
         """A violation that two domains show bit for bit is in the data, not in hardware."""
@@ -214,14 +251,14 @@ def _missing(part: str, why: str) -> Voice:
     return Voice(part, "", None, "", Status.MISSING, why)
 
 
-def data_error(shard_id: int, voice: Voice) -> ShardError:
-    """Return the error for a shard whose data break the statistic."""
+def data_error(shard_id: int, voice: Voice, how: str = "the same on every domain asked") -> ShardError:
+    """Return the error for a shard whose data break the statistic; ``how`` says who else saw it."""
     text, worker = str(voice.status), ""
     if isinstance(voice.ref, Heard):
         text, worker = "; ".join(voice.ref.record.notes), voice.ref.worker
     kind = NonFiniteError if text.startswith("non-finite") else InvariantError
     return kind(
-        f"shard {shard_id}: {text} (the same on every domain that computed it)",
+        f"shard {shard_id}: {text} (domain {voice.domain}, {how})",
         shard_id=shard_id,
         domain=voice.domain,
         worker=worker,

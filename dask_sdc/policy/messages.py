@@ -156,6 +156,8 @@ class Settings:
         Whether named suspects are removed from the cluster.
     batch_min, batch_max : float
         Bounds for the expected time of one batch, in seconds.
+    batch_bytes, batch_shards : int
+        Upper bounds for the expected size of the frame that a batch returns, in bytes, and for its shards.
     """
 
     max_retries: int = 3
@@ -163,6 +165,8 @@ class Settings:
     quarantine: bool = True
     batch_min: float = 0.03
     batch_max: float = 2.0
+    batch_bytes: int = 1 << 26
+    batch_shards: int = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -187,12 +191,23 @@ class Case:
         By part: primary, audit, witness, rerun_primary, rerun_audit.
     pending : dict of str to int
         Batches on their way, by part.
+    asked : bool
+        Whether its audit has been asked for, and so counted.
+    attempts : Counter of str
+        How often a part was lost.
+    tried : set of str
+        Domains that lost a part.
+    drawn_for : str
+        Domain on whose account the audit was drawn and not yet owed again; empty if on none's.
     """
 
     shard_id: int
     voices: dict[str, Voice] = field(default_factory=dict)
     pending: dict[str, int] = field(default_factory=dict)
+    asked: bool = False
     attempts: Counter[str] = field(default_factory=Counter)
+    tried: set[str] = field(default_factory=set)
+    drawn_for: str = ""
     #: Set once a mismatch was seen: counted once, and it needs a receipt.
     mismatch: bool = False
 
@@ -253,5 +268,3 @@ class RoundRecord:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
         return {**self.__dict__, "skipped": dict(self.skipped)}
-
-

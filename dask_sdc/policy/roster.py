@@ -1,11 +1,21 @@
-"""The domains of a round: who is there, who may be given work, and what each has in hand."""
+"""The domains of a round: who is there, who may be given work, and what each has in hand.
+
+Everything that is asked for on every batch (who is idlest, how many lanes and threads are there,
+who has a batch) is kept up to date as it changes, so that a batch costs O(log domains).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dask_sdc.policy.messages import Cancel, Dispatch, Instruction, Place, RoundRecord
+
+#: Seconds that a batch counts for in a load beyond its shards: whoever has fewer batches is idler.
+_A_BATCH = 1e-6
 
 
 @dataclass
@@ -28,7 +38,7 @@ class Outstanding:
 
 @dataclass
 class Domain:
-    """One failure domain as the round sees it.
+    """One failure domain as the round sees it; changed by the `Roster` alone.
 
     Attributes
     ----------
@@ -36,19 +46,34 @@ class Domain:
         Whether it has a worker.
     barred : str
         Why it is used no more in this call; empty if it is.
+    failing : bool
+        Whether it is barred for nothing but failing too often.
     suspect : bool
         Whether it is accused and its shards are being recomputed.
     failures : int
         How often it was lost or failed to return a batch.
+    work : float
+        Expected seconds of work in hand.
+    primaries : int
+        Primary batches in hand.
+    stamp : int
+        Counts its changes, so that an index knows which of its entries are old.
+    counted : bool
+        Whether the roster counts it among the usable ones.
     """
 
     place: Place
     live: bool = True
     barred: str = ""
+    failing: bool = False
     suspect: bool = False
     failures: int = 0
     last_heard: float = 0.0
     outstanding: dict[int, Outstanding] = field(default_factory=dict)
+    work: float = 0.0
+    primaries: int = 0
+    stamp: int = 0
+    counted: bool = False
 
     @property
     def name(self) -> str:
@@ -61,13 +86,46 @@ class Domain:
         return self.live and not self.barred and not self.suspect
 
     @property
+    def hungry(self) -> bool:
+        """Whether it has room for a primary: it keeps one that runs and one that is ready per thread."""
+        return self.primaries < 2 * self.place.slots
+
+    @property
     def load(self) -> float:
         """Expected seconds of work in hand, per thread."""
-        return sum(o.order.expected + 1e-6 for o in self.outstanding.values()) / self.place.slots
+        return self.work / self.place.slots
 
-    def count(self, role: str) -> int:
-        """Return the number of batches in hand in a role."""
-        return sum(o.order.role == role for o in self.outstanding.values())
+
+class Idlest:
+    """Domains by load, the idlest first; a change and a look cost O(log domains)."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str, int, Domain]] = []
+
+    def push(self, domain: Domain, bound: int) -> None:
+        """Add a domain as it is now; what was known of it before is void by its stamp.
+
+        Beyond ``bound`` entries the old ones are dropped.
+        """
+        if len(self._heap) > bound:
+            self._heap = [entry for entry in self._heap if entry[2] == entry[3].stamp]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (domain.load, domain.name, domain.stamp, domain))
+
+    def first(self, accept: Callable[[Domain], bool]) -> Domain | None:
+        """Return the idlest domain that a predicate accepts."""
+        passed, found = [], None
+        while self._heap and found is None:
+            _, _, stamp, domain = self._heap[0]
+            if stamp == domain.stamp and accept(domain):
+                found = domain
+            else:
+                entry = heapq.heappop(self._heap)
+                if stamp == domain.stamp:
+                    passed.append(entry)
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return found
 
 
 class Roster:
@@ -84,9 +142,20 @@ class Roster:
         self.out: list[Instruction] = []
         #: Expected seconds per shard, once known.
         self.cost: float | None = None
+        #: Expected bytes of a shard's payload, once known.
+        self.nbytes: float | None = None
+        #: Expected seconds of work in the hands of the usable domains.
+        self.work = 0.0
         self.record: RoundRecord
         self._barred = barred
         self._next_batch = 0
+        self._holders: dict[int, Domain] = {}
+        self._roles: dict[str, dict[int, Outstanding]] = {}
+        self._lanes: Counter[int] = Counter()
+        self._slots = 0
+        self._usable = 0
+        self._all, self._hungry = Idlest(), Idlest()
+        self._alike: dict[str, Idlest] = {}
 
     def __getitem__(self, name: str) -> Domain:
         return self.domains[name]
@@ -95,59 +164,119 @@ class Roster:
         """Return a domain, None if it was never there."""
         return self.domains.get(name or "")
 
+    # -- who may be used ---------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return how many domains are usable."""
+        return self._usable
+
     def usable(self) -> list[Domain]:
-        """Return the domains that may be given shards."""
+        """Return the domains that may be given shards; O(domains)."""
         return [d for d in self.domains.values() if d.usable]
 
     def lanes(self) -> int:
         """Return how many lanes the usable domains are in."""
-        return len({d.place.lane for d in self.usable()})
+        return len(self._lanes)
 
     def slots(self) -> int:
         """Return the threads of the usable domains."""
-        return sum(d.place.slots for d in self.usable())
+        return self._slots
 
     def same_lane(self, one: str, other: str) -> bool:
         """Say whether two domains may not check each other."""
         return self.domains[one].place.lane == self.domains[other].place.lane
 
-    def partner(self, apart: Iterable[Place]) -> Domain | None:
-        """Pick a domain apart from others: of the environment of the first if one is, then the idlest."""
+    def find(self, accept: Callable[[Domain], bool]) -> Domain | None:
+        """Return the idlest usable domain that a predicate accepts."""
+        return self._all.first(accept)
+
+    def hungry(self, accept: Callable[[Domain], bool]) -> Domain | None:
+        """Return the idlest usable domain that has room for a primary and that a predicate accepts."""
+        return self._hungry.first(accept)
+
+    def partner(self, apart: Iterable[Place], shunned: Collection[str] = ()) -> Domain | None:
+        """Pick a domain apart from others: not shunned, of the first one's environment, the idlest."""
         places = list(apart)
         lanes = {place.lane for place in places}
-        fingerprint = places[0].fingerprint if places else ""
-        return min(
-            (d for d in self.usable() if d.place.lane not in lanes),
-            key=lambda d: (d.place.fingerprint != fingerprint, d.load, d.name),
-            default=None,
-        )
+        alike = self._alike.get(places[0].fingerprint) if places else None
+        for avoid in [shunned, ()] if shunned else [()]:
+            for index in [alike, self._all]:
+                found = index and index.first(
+                    lambda d, avoid=avoid: d.place.lane not in lanes and d.name not in avoid  # type: ignore[misc]
+                )
+                if found:
+                    return found
+        return None
+
+    def _touch(self, domain: Domain) -> None:
+        """Bring counts and indices up to date with a domain that changed."""
+        if domain.usable != domain.counted:
+            domain.counted = domain.usable
+            sign = 1 if domain.counted else -1
+            self._usable += sign
+            self._slots += sign * domain.place.slots
+            self.work = self.work + sign * domain.work if self._usable else 0.0
+            self._lanes[domain.place.lane] += sign
+            if not self._lanes[domain.place.lane]:
+                del self._lanes[domain.place.lane]
+        domain.stamp += 1
+        if domain.counted:
+            bound = 64 + 4 * len(self.domains)
+            self._all.push(domain, bound)
+            self._alike.setdefault(domain.place.fingerprint, Idlest()).push(domain, bound)
+            if domain.hungry:
+                self._hungry.push(domain, bound)
 
     # -- coming and going --------------------------------------------------------------
 
     def join(self, place: Place, now: float) -> None:
         """Add a domain, or note that it is back or has other threads."""
-        known = self.domains.get(place.domain)
-        if known is None:
+        domain = self.domains.get(place.domain)
+        if domain is None:
             barred = self._barred.get(place.domain, "")
-            self.domains[place.domain] = Domain(place, barred=barred, last_heard=now)
-        elif known.live:
-            known.place = replace(known.place, slots=place.slots)
+            domain = self.domains[place.domain] = Domain(place, barred=barred, last_heard=now)
+        elif domain.live:
+            self._slots += (place.slots - domain.place.slots) * domain.counted
+            domain.place = replace(domain.place, slots=place.slots)
         else:
-            known.place, known.live, known.last_heard = place, True, now
+            domain.place, domain.live, domain.last_heard = place, True, now
+        self._touch(domain)
 
-    def fail(self, domain: Domain, max_retries: int) -> None:
-        """Count one more failure of a domain; one too many bars it."""
+    def leave(self, domain: Domain) -> None:
+        """Note that a domain has no worker any more."""
+        domain.live = False
+        self._touch(domain)
+
+    def fail(self, domain: Domain, max_retries: int, why: str) -> None:
+        """Count one more failure of a domain; one too many bars it, unless it is the last."""
         domain.failures += 1
         if domain.name not in self.record.failed:
             self.record.failed.append(domain.name)
-        if domain.failures > max_retries and not domain.barred:
-            self.bar(domain, f"failed {domain.failures} times")
+        others = self._usable - domain.counted
+        if domain.failures > max_retries and not domain.barred and others:
+            domain.failing = True
+            self.bar(domain, f"failed {domain.failures} times, last: {why}")
 
     def bar(self, domain: Domain, why: str) -> None:
         """Use a domain no more in this call."""
         domain.barred = domain.barred or why
         if domain.name not in self.record.barred:
             self.record.barred.append(domain.name)
+        self._touch(domain)
+
+    def pardon(self) -> bool:
+        """Use live domains again that are barred for nothing but failing; say whether there are any."""
+        pardoned = [d for d in self.domains.values() if d.failing and d.live]
+        for domain in pardoned:
+            domain.barred, domain.failing = "", False
+            self.record.barred.remove(domain.name)
+            self._touch(domain)
+        return bool(pardoned)
+
+    def suspect(self, domain: Domain, suspected: bool) -> None:
+        """Take a domain out of service while it is suspected, or put it back."""
+        domain.suspect = suspected
+        self._touch(domain)
 
     # -- batches -----------------------------------------------------------------------
 
@@ -173,31 +302,56 @@ class Roster:
             len(shard_ids) * (self.cost or 0.0),
         )
         self._next_batch += 1
-        domain.outstanding[order.batch_id] = Outstanding(order, now, parts or {})
+        outstanding = domain.outstanding[order.batch_id] = Outstanding(order, now, parts or {})
+        self._holders[order.batch_id] = domain
+        self._roles.setdefault(role, {})[order.batch_id] = outstanding
+        self._weigh(domain, order, 1)
         self.record.evaluations += len(shard_ids)
         self.out.append(order)
         return order.batch_id
 
     def take_back(self, batch_id: int) -> Outstanding | None:
         """Remove a batch from whoever has it; None if it is superseded."""
-        for domain in self.domains.values():
-            if (found := domain.outstanding.pop(batch_id, None)) is not None:
-                return found
-        return None
+        domain = self._holders.pop(batch_id, None)
+        if domain is None:
+            return None
+        outstanding = domain.outstanding.pop(batch_id)
+        del self._roles[outstanding.order.role][batch_id]
+        self._weigh(domain, outstanding.order, -1)
+        return outstanding
+
+    def _weigh(self, domain: Domain, order: Dispatch, sign: int) -> None:
+        change = sign * (order.expected + _A_BATCH)
+        domain.work = domain.work + change if domain.outstanding else 0.0  # no rounding adds up
+        domain.primaries += sign * (order.role == "primary")
+        if domain.counted:
+            self.work = self.work + change if self._holders else 0.0
+        self._touch(domain)
 
     def cancel(self, batch_id: int) -> Outstanding | None:
         """Remove a batch and have the driver forget it."""
         self.out.append(Cancel(batch_id))
         return self.take_back(batch_id)
 
+    def holder(self, batch_id: int | None) -> Domain | None:
+        """Return the domain that has a batch; None if it is superseded."""
+        return None if batch_id is None else self._holders.get(batch_id)
+
     def outstanding(self, role: str) -> list[Outstanding]:
         """Return the batches that are out in a role."""
-        return [
-            o for d in self.domains.values() for o in d.outstanding.values() if o.order.role == role
-        ]
+        return list(self._roles.get(role, {}).values())
 
-    def learn_cost(self, seconds: Sequence[float]) -> None:
-        """Update the expected cost of a shard from measured ones."""
-        if seconds:
-            mean = max(sum(seconds) / len(seconds), 1e-7)
-            self.cost = mean if self.cost is None else 0.7 * self.cost + 0.3 * mean
+    def learn_cost(self, seconds: Sequence[float], nbytes: Sequence[int], waited: float) -> None:
+        """Update what a shard is expected to cost from measured times and sizes of one batch.
+
+        Times are what workers say, so nonsense is not believed, nor more than was waited.
+        """
+        believed = [min(one, waited) for one in seconds if math.isfinite(one) and one >= 0.0]
+        if believed:
+            self.cost = _blend(self.cost, max(sum(believed) / len(believed), 1e-7))
+        if nbytes:
+            self.nbytes = _blend(self.nbytes, sum(nbytes) / len(nbytes))
+
+
+def _blend(old: float | None, new: float) -> float:
+    return new if old is None else 0.7 * old + 0.3 * new

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dask_sdc.exceptions import NoDomainError, SDCError, ShardError
-from dask_sdc.policy.cases import CaseBook, Finding, data_error, garbled_voice, voice_of
+from dask_sdc.policy.cases import TOO_FEW, CaseBook, Finding, data_error, garbled_voice, voice_of
 from dask_sdc.policy.healing import Healing, status_of
 from dask_sdc.policy.messages import (
     Abort,
@@ -43,6 +43,9 @@ from dask_sdc.policy.pool import Pool
 from dask_sdc.policy.roster import Domain, Outstanding, Roster
 from dask_sdc.policy.sampling import CoverageSampler
 from dask_sdc.policy.verdict import Closeness, Outcome, Status, Voice
+
+#: Why a shard is tried again that a batch came back without.
+LEFT_OUT = "left out of its batch"
 
 
 @dataclass(frozen=True)
@@ -109,18 +112,20 @@ class Round:
         self.done = False
         self.log: list[Step] = []
         self._n = len(shard_ids)
-        self._pool = Pool(shard_ids, preferred or {})
+        self._by_owner: dict[str, dict[int, None]] = {}
         self._roster = Roster(dict(barred or {}))
+        self._pool = Pool(shard_ids, preferred or {}, self._roster.find)
         self._roster.cost = cost
         for place in places:
             self._roster.join(place, 0.0)
-        self.record = RoundRecord(number, self._n, len(self._roster.usable()))
+        self.record = RoundRecord(number, self._n, len(self._roster))
         self._roster.record = self.record
         self._cases = CaseBook(self._roster, compare, settings.max_retries)
-        self._healing = Healing(self._roster, settings.quarantine, settings.max_retries)
+        self._healing = Healing(self._roster, settings, self._owned)
         self._attempts: Counter[int] = Counter()
         self._errors: dict[int, dict[str, tuple[str, ...]]] = {}
         self._desolate_since: float | None = None
+        self._next_look = 0.0
 
     @property
     def cost(self) -> float | None:
@@ -131,11 +136,15 @@ class Round:
         """Return the domain of every settled shard."""
         return {shard_id: one.domain for shard_id, one in self.settled.items()}
 
+    def _owned(self, names: Iterable[str]) -> dict[int, str]:
+        return {shard_id: name for name in names for shard_id in self._by_owner.get(name, ())}
+
     # -- the machine -------------------------------------------------------------------
 
     def start(self, now: float) -> list[Instruction]:
         """Return the first instructions."""
         lanes = self._roster.lanes()
+        self._next_look = now
         if lanes < 2 and self.sampler.base_rate > 0:
             self.record.note = f"no audit: {lanes} failure domain(s) live, at least two are needed"
         return self.handle(Tick(now))
@@ -166,20 +175,28 @@ class Round:
             case Quarantined():
                 self._commit(self._healing.answered(event.domain, event.failure))
             case Tick():
-                self._check_silence(event.now)
+                pass
 
     def _advance(self, now: float) -> None:
+        self._check_silence(now)
         self._check_desolation(now)
         while findings := self._cases.judge(now):
             for finding in findings:
                 self._found(finding)
-        if self._healing.active:
-            suspects = [d.name for d in self._roster.domains.values() if d.suspect]
-            self._commit(self._healing.step(self.owners(), self._cases.involve(suspects), now))
+        while self._healing.active and self._heal(now):
+            pass
         self._dispatch(now)
         if len(self.settled) == self._n and not self._cases and not self._healing.active:
             self.done = True
             self._roster.out.append(Done())
+
+    def _heal(self, now: float) -> bool:
+        """Go on with the staging; say whether one is over and the next may begin."""
+        suspects = self._healing.suspects
+        busy = self._cases.involve(suspects)
+        wanted = len(self._pool) > 0 or len(self._cases) > 0
+        self._commit(self._healing.step(busy, wanted, now))
+        return self._healing.suspects != suspects
 
     # -- domains -----------------------------------------------------------------------
 
@@ -187,23 +204,31 @@ class Round:
         domain = self._roster.get(name)
         if domain is None or not domain.live:
             return
-        domain.live = False
-        self._roster.fail(domain, self.settings.max_retries)
-        self.record.reused += sum(one.domain == name for one in self.settled.values())
+        self._roster.leave(domain)
+        self._roster.fail(domain, self.settings.max_retries, why)
+        self.record.reused += len(self._by_owner.get(name, ()))
+        # Only what can have been running may have been the cause.
+        running = set(list(domain.outstanding)[: domain.place.slots])
         for batch_id in list(domain.outstanding):
             outstanding = self._roster.cancel(batch_id)
             if outstanding is not None:
-                self._lose(outstanding, why)
+                self._lose(outstanding, why, charge=batch_id in running)
 
     def _failed(self, event: Failed) -> None:
         outstanding = self._roster.take_back(event.batch_id)
         if outstanding is not None:
-            self._roster.fail(self._roster[outstanding.order.domain], self.settings.max_retries)
+            self._fail(outstanding.order.domain, event.why)
             self._lose(outstanding, event.why)
+
+    def _fail(self, name: str, why: str) -> None:
+        self._roster.fail(self._roster[name], self.settings.max_retries, why)
 
     def _check_silence(self, now: float) -> None:
         """A domain that sat on its oldest batch for too long is given up, dead or not."""
-        for domain in list(self._roster.domains.values()):
+        if now < self._next_look:
+            return
+        self._next_look = now + self.settings.timeout / 20
+        for domain in self._roster.domains.values():
             if not domain.live or not domain.outstanding:
                 continue
             head = next(iter(domain.outstanding.values()))
@@ -215,14 +240,16 @@ class Round:
 
     def _check_desolation(self, now: float) -> None:
         """Give up when nobody has been there to work for longer than the timeout."""
-        if self._roster.usable() or self._healing.active:
+        if len(self._roster) or self._healing.active:
             self._desolate_since = None
             return
         if self._desolate_since is None:
             self._desolate_since = now
         waited = now - self._desolate_since
+        if waited > self.settings.timeout / 10 and self._roster.pardon():
+            return
         domains = self._roster.domains.values()
-        if waited > self.settings.timeout or all(d.barred for d in domains):
+        if waited > self.settings.timeout or all(d.barred and not (d.failing and d.live) for d in domains):
             states = {d.name: d.barred or "gone" for d in domains}
             raise NoDomainError(
                 f"expected a live failure domain to compute {self._n - len(self.settled)} "
@@ -233,46 +260,47 @@ class Round:
 
     def _dispatch(self, now: float) -> None:
         """Keep two batches per thread in hand: one that runs and one that is ready to."""
-        progress = True
-        while progress and self._pool:
-            progress = False
-            for domain in sorted(self._roster.usable(), key=lambda d: d.load):
-                if domain.count("primary") < 2 * domain.place.slots:
-                    progress |= self._dispatch_one(domain, now)
-
-    def _dispatch_one(self, domain: Domain, now: float) -> bool:
-        others = {d.name for d in self._roster.usable()} - {domain.name}
-        shard_ids = self._pool.take(domain.name, self._batch_size(), others)
-        if not shard_ids:
-            return False
-        attempt = max(self._attempts[k] for k in shard_ids)
-        self._roster.send("primary", shard_ids, domain, now, attempt=attempt)
-        # A shard that is tried again keeps the case that it has.
-        fresh = [k for k in shard_ids if k not in self._cases]
-        if fresh and self._roster.lanes() >= 2:
-            wanted = self.sampler.draw(domain.name, fresh)
-            if wanted:
+        while len(self._pool) and (domain := self._roster.hungry(self._pool.serves)):
+            shard_ids = self._pool.take(domain, self._batch_size(domain))
+            attempt = max(self._attempts[k] for k in shard_ids)
+            self._roster.send("primary", shard_ids, domain, now, attempt=attempt)
+            # A shard that is tried again keeps the case that it has.
+            fresh = [k for k in shard_ids if k not in self._cases]
+            if wanted := self.sampler.draw(domain.name, fresh, self.record.round):
                 self._audit(wanted, domain, now)
-        return True
 
-    def _batch_size(self) -> int:
-        """Guided self-scheduling: half of an even share, within the bounds for a batch."""
-        cost, slots = self._roster.cost, self._roster.slots()
-        if self._pool.retries or not cost:
+    def _batch_size(self, domain: Domain) -> int:
+        """Guided self-scheduling: half of what a domain can take until all would be done together.
+
+        The last batches are not cut below `Settings.batch_min`, and no crumbs are left.
+        """
+        cost, slots, settings = self._roster.cost, self._roster.slots(), self.settings
+        if not cost:
             return 1
-        guided = math.ceil(len(self._pool) / (2 * slots))
-        least = math.ceil(self.settings.batch_min / cost)
-        most = max(1, int(self.settings.batch_max / cost))
-        return min(max(guided, least), most, math.ceil(self._n / slots))
+        left = len(self._pool)
+        most = min(max(1, int(settings.batch_max / cost)), math.ceil(self._n / slots), settings.batch_shards)
+        if self._roster.nbytes:
+            most = min(most, max(1, int(settings.batch_bytes / self._roster.nbytes)))
+        # A shard brings the share of an audit with it.
+        with_audit = cost * (1.0 + self.sampler.base_rate)
+        even = (self._roster.work + left * with_audit) / slots
+        in_hand = 0.0 if len(domain.outstanding) < domain.place.slots else domain.load
+        room = max(0.0, even - in_hand)
+        if room > 2 * settings.batch_min:
+            room /= 2
+        size = max(math.ceil(room / with_audit), math.ceil(settings.batch_min / cost))
+        if (left - size) * cost < settings.batch_min / 2:
+            size = left
+        return min(size, most)
 
     def _audit(self, shard_ids: Sequence[int], primary: Domain, now: float) -> None:
         """Queue audits at once, beside their primaries: they read from the source."""
         partner = self._roster.partner([primary.place])
         if partner is None:
-            self.sampler.refund(primary.name, len(shard_ids))
-            self.record.skip("fewer than two domains", len(shard_ids))
+            self.record.skip(TOO_FEW, len(shard_ids))
+            # Owed once: one domain alone for a long time must not make a flood of audits later.
+            self.sampler.refund(primary.name, 1)
             return
-        self.record.audited += len(shard_ids)
         batch_id = self._roster.send(
             "audit",
             shard_ids,
@@ -282,8 +310,7 @@ class Round:
             parts=dict.fromkeys(shard_ids, "audit"),
         )
         for shard_id in shard_ids:
-            self._cases.expect_audit(shard_id, batch_id)
-            self._pool.avoid(shard_id, partner.name)
+            self._cases.expect_audit(shard_id, batch_id, primary.name)
 
     # -- batches come back -------------------------------------------------------------
 
@@ -294,7 +321,9 @@ class Round:
         order, result = outstanding.order, event.result
         self._roster[order.domain].last_heard = event.now
         if result.status == "misplaced" or result.domain != order.domain:
-            self._lose(outstanding, f"ran on {result.domain}, expected {order.domain}")
+            why = f"ran on {result.domain}, expected {order.domain}"
+            self._fail(order.domain, why)
+            self._lose(outstanding, why)
             return
         if result.status == "garbled":
             self._garbled(outstanding)
@@ -305,26 +334,33 @@ class Round:
             for r in reversed(result.records)
             if r.shard_id in order.shard_ids
         }
-        self._roster.learn_cost([h.record.elapsed for h in heard.values() if h.record.status != "error"])
+        self._learn(heard.values(), event.now - outstanding.since)
+        if len(heard) < len(order.shard_ids):
+            self._fail(order.domain, LEFT_OUT)
         if order.role == "primary":
             self._primaries(outstanding, heard)
         elif order.role == "heal":
-            self._healing.hear(order.shard_ids, heard)
+            self._healing.hear(outstanding, heard)
         else:
             for shard_id, part in outstanding.parts.items():
                 one = heard.get(shard_id)
                 voice = None if one is None else voice_of(part, one)
-                self._cases.hear(shard_id, part, order.batch_id, voice, "left out of its batch")
+                self._cases.hear(shard_id, part, order.batch_id, order.domain, voice, LEFT_OUT)
+
+    def _learn(self, heard: Iterable[Heard], waited: float) -> None:
+        records = [one.record for one in heard if one.record.status != "error"]
+        self._roster.learn_cost([r.elapsed for r in records], [len(r.payload) for r in records], waited)
 
     def _primaries(self, outstanding: Outstanding, heard: Mapping[int, Heard]) -> None:
         order = outstanding.order
-        self._retry([k for k in order.shard_ids if k not in heard], order.domain, "left out of its batch")
+        self._retry([k for k in order.shard_ids if k not in heard], order.domain, LEFT_OUT)
         for shard_id, one in heard.items():
             self.log.append(Step("computed", order.domain, shard_id))
-            if one.record.status == "error" and one.record.intact:
+            voice = voice_of("primary", one)
+            if voice.status == Status.ERROR:
                 self._error(shard_id, one)
                 continue
-            voice = voice_of("primary", one)
+            self._blame_errors(shard_id)
             if voice.status == Status.VALUE:
                 self._settle(shard_id, one)
             self._cases.hear_primary(shard_id, voice)
@@ -333,7 +369,7 @@ class Round:
         """Nothing of a batch can be believed: one shard stands for all in a case."""
         order = outstanding.order
         if order.role == "heal":
-            self._healing.again(order.shard_ids)
+            self._healing.again(order.shard_ids, order.domain)
         elif order.role == "primary":
             first, *rest = order.shard_ids
             self.log.append(Step("computed", order.domain, first))
@@ -341,26 +377,35 @@ class Round:
             self._retry(rest, order.domain, "garbled on its way")
         else:
             for shard_id, part in outstanding.parts.items():
-                self._cases.hear(shard_id, part, order.batch_id, garbled_voice(part, order.domain))
+                voice = garbled_voice(part, order.domain)
+                self._cases.hear(shard_id, part, order.batch_id, order.domain, voice)
 
     def _settle(self, shard_id: int, one: Heard) -> None:
-        self.replaced |= shard_id in self.settled
+        old = self.settled.get(shard_id)
+        if old is not None:
+            self.replaced |= old.record.payload != one.record.payload
+            del self._by_owner[old.domain][shard_id]
         self.settled[shard_id] = one
+        self._by_owner.setdefault(one.domain, {})[shard_id] = None
 
-    def _lose(self, outstanding: Outstanding, why: str) -> None:
-        """A batch is gone: its shards go back, its audits go elsewhere."""
+    def _lose(self, outstanding: Outstanding, why: str, charge: bool = True) -> None:
+        """A batch is gone: its shards go back, its audits go elsewhere.
+
+        ``charge`` says whether the loss counts against the shards.
+        """
         order = outstanding.order
         if order.role == "primary":
-            self._retry(order.shard_ids, order.domain, why)
+            self._retry(order.shard_ids, order.domain, why, charge)
         elif order.role == "heal":
-            self._healing.again(order.shard_ids)
+            self._healing.again(order.shard_ids, order.domain, charge)
         else:
             for shard_id, part in outstanding.parts.items():
-                self._cases.hear(shard_id, part, order.batch_id, None, why)
+                self._cases.hear(shard_id, part, order.batch_id, order.domain, None, why)
 
-    def _retry(self, shard_ids: Iterable[int], domain: str, why: str) -> None:
+    def _retry(self, shard_ids: Iterable[int], domain: str, why: str, charge: bool = True) -> None:
+        owing = set()
         for shard_id in shard_ids:
-            self._attempts[shard_id] += 1
+            self._attempts[shard_id] += charge
             if self._attempts[shard_id] > self.settings.max_retries:
                 raise ShardError(
                     f"shard {shard_id}: failed {self._attempts[shard_id]} times, "
@@ -369,15 +414,25 @@ class Round:
                     domain=domain,
                 )
             self.record.recomputed += 1
-            self._pool.put_back(shard_id, domain)
+            drawn_for, lane = self._cases.displace(shard_id)
+            owing.add(drawn_for)
+            # One that was lost twice may be the cause, and is kept from spoiling others.
+            self._pool.put_back(shard_id, domain, lane, alone=self._attempts[shard_id] > 1)
+        for name in owing - {""}:
+            self.sampler.refund(name, 1)  # its audit vouches for another domain now
+
+    def _blame_errors(self, shard_id: int) -> None:
+        """A shard came out after all: whoever raised an error on it did fail."""
+        for name, notes in self._errors.pop(shard_id, {}).items():
+            self._fail(name, ": ".join(notes))
 
     def _error(self, shard_id: int, one: Heard) -> None:
         """Two domains with an error mean the data or the statistic; one may be the hardware."""
         errors = self._errors.setdefault(shard_id, {})
         repeated = one.domain in errors
         errors[one.domain] = one.record.notes
-        others = any(d.name not in errors for d in self._roster.usable())
-        if len(errors) >= 2 or repeated or not others:
+        others = self._roster.find(lambda d: d.name not in errors)
+        if len(errors) >= 2 or repeated or others is None:
             kind, note = (*one.record.notes, "", "")[:2]
             if f"shard {shard_id}" not in note:
                 note = f"shard {shard_id}: {note}"
@@ -400,7 +455,7 @@ class Round:
             return
         if decision.outcome is Outcome.SKIPPED:
             self.record.skip(decision.reason)
-            self.sampler.refund(primary.domain, 1)
+            self.sampler.refund(case.drawn_for or primary.domain, 1)
         if decision.outcome is Outcome.INCONCLUSIVE:
             raise data_error(case.shard_id, primary)
         self._settle_case(finding)
@@ -415,30 +470,34 @@ class Round:
         """Commit the value that the case trusts; compute the shard again if there is none."""
         case = finding.case
         voice = case.voices.get(finding.decision.value or "")
-        if voice is not None and isinstance(voice.ref, Heard):
-            if self.settled.get(case.shard_id) is not voice.ref:
-                self._settle(case.shard_id, voice.ref)
-            return
-        if case.shard_id in self.settled:
-            return
-        values = [v.ref for v in case.voices.values() if v.status == Status.VALUE]
-        if values and isinstance(values[0], Heard):
-            self._settle(case.shard_id, values[0])
-        else:
+        if voice is not None and voice.status == Status.VIOLATION:
+            raise data_error(case.shard_id, voice)
+        values = [] if case.shard_id in self.settled else list(case.voices.values())
+        for one in [voice, *values]:
+            if one is not None and one.status == Status.VALUE and isinstance(one.ref, Heard):
+                if self.settled.get(case.shard_id) is not one.ref:
+                    self._settle(case.shard_id, one.ref)
+                    self.log.append(Step("computed", one.domain, case.shard_id))
+                return
+        if case.shard_id not in self.settled:
             primary = case.voices["primary"]
             self._retry([case.shard_id], primary.domain, f"its payload was {primary.status}")
 
     def _withdraw(self, domain: Domain) -> None:
         """Take a suspect's work away, but for the reruns that open cases wait for."""
         for batch_id, outstanding in list(domain.outstanding.items()):
-            if outstanding.order.role == "rerun":
-                continue
-            self._roster.cancel(batch_id)
-            if outstanding.order.role == "primary":
-                self._attempts.subtract(outstanding.order.shard_ids)  # not the shards' fault
-            self._lose(outstanding, "its domain became suspect")
+            if outstanding.order.role != "rerun":
+                self._roster.cancel(batch_id)
+                self._lose(outstanding, "its domain became suspect", charge=False)
 
     def _commit(self, staged: Mapping[int, Heard] | None) -> None:
         for shard_id, one in (staged or {}).items():
             self._settle(shard_id, one)
             self.log.append(Step("computed", one.domain, shard_id))
+        dealt: dict[str, list[int]] = {}
+        for shard_id, one in (staged or {}).items():
+            dealt.setdefault(one.domain, []).append(shard_id)
+        for name, shard_ids in dealt.items():
+            # Not audited themselves, they bring the next audit of their domain forward.
+            if self.sampler.draw(name, shard_ids, self.record.round):
+                self.sampler.refund(name, 1)

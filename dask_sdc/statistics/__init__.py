@@ -1,12 +1,26 @@
-"""Statistics: pure numerics, no Dask."""
+"""Statistics and models: pure numerics, no Dask."""
 
 from __future__ import annotations
 
 from dask_sdc.statistics.base import Estimator, ShardInfo, State, Statistic
+from dask_sdc.statistics.covariance import Covariance
 from dask_sdc.statistics.fold import TreeFold, tree_fold
+from dask_sdc.statistics.histogram import Histogram
+from dask_sdc.statistics.kmeans import KMeans
+from dask_sdc.statistics.mixture import GaussianMixture
+from dask_sdc.statistics.moments import Moments
+from dask_sdc.statistics.pca import PCA
+from dask_sdc.statistics.regression import LinearRegression
 
 __all__ = [
+    "PCA",
+    "Covariance",
     "Estimator",
+    "GaussianMixture",
+    "Histogram",
+    "KMeans",
+    "LinearRegression",
+    "Moments",
     "ShardInfo",
     "State",
     "Statistic",

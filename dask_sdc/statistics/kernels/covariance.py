@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dask_sdc.statistics.kernels import is_numpy, namespace, to_host
-from dask_sdc.statistics.kernels.moments import merge_sums, scaled
+from dask_sdc.statistics.kernels.pairs import merge_sums, scaled
 from dask_sdc.statistics.kernels.tiles import TILE, as_float, exact_offset
 
 Array = np.ndarray[Any, Any]
@@ -167,11 +167,11 @@ def merge_scatter(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     if wb == 0.0:
         return a
     if wa == 0.0:
-        return b
-    a = {f: np.require(v, np.float64, ["C", "W"]) if isinstance(v, np.ndarray) else v for f, v in a.items()}
+        return {f: np.array(v) if isinstance(v, np.ndarray) else v for f, v in b.items()}
+    a = {f: np.require(v, np.float64, ["C", "A", "W"]) if isinstance(v, np.ndarray) else v for f, v in a.items()}
     offset = np.empty(len(a["sum"]))
-    native = (np.ascontiguousarray(b[f], np.float64) for f in ("sum", "low"))
-    merge_sums(a["sum"], a["low"], wa, *native, wb, offset)
+    b_sum, b_low = (np.require(b[f], np.float64, ["C", "A", "W"]) for f in ("sum", "low"))
+    merge_sums(a["sum"], a["low"], wa, b_sum, b_low, wb, offset)
     scaled_offset = offset * (wa * wb / (wa + wb))
     outer = np.outer(scaled_offset, offset)
     a["scatter"] += b["scatter"]

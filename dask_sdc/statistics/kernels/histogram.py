@@ -39,8 +39,8 @@ class Axis:
         Edges in lower cells, for each cell and one more on both sides, and the slot of NaN.
     ranked : bool
         Whether cells divide `_ranks` of values instead of values.
-    scale : float
-        Cells per unit.
+    origin, scale : float
+        Where cells begin, and cells per unit.
     steps : int
         Steps of the binary search.
     """
@@ -49,6 +49,7 @@ class Axis:
     padded: Array
     table: Array
     ranked: bool
+    origin: float
     scale: float
     steps: int
 
@@ -66,11 +67,14 @@ class Axis:
         with np.errstate(over="ignore", invalid="ignore"):
             span = points[-1] - points[0]
             scale = float(cells / span) if 0 < span < np.inf and cells / span < np.inf else 0.0
-            cell = np.floor(np.clip((points - points[0]) * scale, -1.0, cells)) if scale else np.zeros(n + 1)
-        table = np.searchsorted(cell, np.arange(-1, cells + 1), side="left")
+            # Edges of uniform bins fall in the middle of cells, clear of rounding.
+            origin = float(points[0] - 0.5 / scale) if scale else 0.0
+            place = (points - origin) * scale if scale else np.zeros(n + 1)
+        cell = np.floor(np.clip(place, -1.0, cells + 1.0))
+        table = np.searchsorted(cell, np.arange(-1, cells + 2), side="left")
         steps = int(np.bincount(cell.astype(np.int64) + 1).max()).bit_length()
         padded = np.concatenate(([-np.inf], edges, np.full(1 + (1 << steps), np.nan)))
-        return cls(edges, padded, np.append(table, n + 2).astype(np.uint32), ranked, scale, steps)
+        return cls(edges, padded, np.append(table, n + 2).astype(np.uint32), ranked, origin, scale, steps)
 
     @property
     def slots(self) -> int:
@@ -79,7 +83,7 @@ class Axis:
 
 
 @jit()
-def _ranks(values):  # type: ignore[no-untyped-def]
+def _ranks(values: Any) -> Any:
     """Rank float64 values among all float64: a piecewise linear logarithm on both sides of zero."""
     bits, ranks = values.view(np.int64), np.empty(len(values))
     for i in range(len(values)):
@@ -88,24 +92,25 @@ def _ranks(values):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _slots(values, axis, stride, cell, slots):  # type: ignore[no-untyped-def]
-    """Add ``stride`` times the slot of each value: the edges in lower cells, then compare."""
-    padded, table, ranked, scale, steps, bins = axis
-    low, high = padded[1], padded[bins + 1]
+def _cells(values: Any, points: Any, axis: Any, cell: Any) -> Any:
+    """Write the place in the table of each value, of which ``points`` are the ranks or itself."""
+    table, origin, scale = axis[1], axis[3], axis[4]
     top, nan = float(len(table) - 3), np.uint32(len(table) - 1)
-    n = len(values)
-    points = values
-    if ranked:
-        points = _ranks(values)
-        low = _ranks(padded[1:2])[0]
-    for i in range(n):
-        t = (points[i] - low) * scale
+    for i in range(len(values)):
+        t = (points[i] - origin) * scale
         t = t if t > -1.0 else -1.0
         t = t if t < top else top
         place = np.uint32(np.int32(np.floor(t)) + np.int32(1))
         cell[i] = nan if values[i] != values[i] else place
-    first = np.uint64(1) << np.uint64(steps) >> np.uint64(1)
-    for i in range(n):
+
+
+@jit()
+def _slots(values: Any, axis: Any, stride: Any, cell: Any, slots: Any) -> Any:
+    """Add ``stride`` times the slot of each value: the edges in lower cells, then a search."""
+    padded, table, ranked, _, _, steps, bins = axis
+    _cells(values, _ranks(values) if ranked else values, axis, cell)
+    high, first = padded[bins + 1], np.uint64(1) << np.uint64(steps) >> np.uint64(1)
+    for i in range(len(values)):
         v = values[i]
         slot, half = np.uint64(table[cell[i]]), first
         while half > np.uint64(0):
@@ -115,14 +120,38 @@ def _slots(values, axis, stride, cell, slots):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _count(flat, n, first, axes, strides, weights, share, counts, sums):  # type: ignore[no-untyped-def]
+def _count_line(values: Any, axis: Any, cell: Any, counts: Any) -> Any:
+    """Count the values of a single axis whose cells hold one edge each, in four copies."""
+    padded, table, ranked, _, _, _, bins = axis
+    _cells(values, _ranks(values) if ranked else values, axis, cell)
+    high, one = padded[bins + 1], np.uint64(1)
+    c0, c1, c2, c3 = counts[0], counts[1], counts[2], counts[3]
+    even = len(values) // 4 * 4
+    for i in range(0, even, 4):
+        v0, v1, v2, v3 = values[i], values[i + 1], values[i + 2], values[i + 3]
+        s0, s1 = np.uint64(table[cell[i]]), np.uint64(table[cell[i + 1]])
+        s2, s3 = np.uint64(table[cell[i + 2]]), np.uint64(table[cell[i + 3]])
+        c0[s0 + np.uint64(v0 >= padded[s0 + one]) - np.uint64(v0 == high)] += 1
+        c1[s1 + np.uint64(v1 >= padded[s1 + one]) - np.uint64(v1 == high)] += 1
+        c2[s2 + np.uint64(v2 >= padded[s2 + one]) - np.uint64(v2 == high)] += 1
+        c3[s3 + np.uint64(v3 >= padded[s3 + one]) - np.uint64(v3 == high)] += 1
+    for i in range(even, len(values)):
+        slot = np.uint64(table[cell[i]])
+        c0[slot + np.uint64(values[i] >= padded[slot + one]) - np.uint64(values[i] == high)] += 1
+
+
+@jit()
+def _count(
+    flat: Any, n: Any, first: Any, axes: Any, strides: Any, weights: Any, share: Any, counts: Any, sums: Any
+) -> Any:
     """Count ``n`` samples, the first of which has the weight first // share.
 
     ``axes`` holds the fields of one axis after the other, arrays with where they start;
     ``counts`` has shape (copies, slots).
     """
-    padded, starts, tables, cells, ranked, scales, steps, bins = axes
-    dims, copies = len(bins), counts.shape[0]
+    padded, starts, tables, cells, ranked, origins, scales, steps, bins = axes
+    dims, copies = len(bins), len(counts)
+    simple = dims == 1 and steps[0] == 1 and copies == 4 and weights is None
     values, cell, slots = np.empty(_TILE), np.empty(_TILE, np.uint32), np.empty(_TILE, np.uint64)
     for begin in range(0, n, _TILE):
         size = min(_TILE, n - begin)
@@ -131,18 +160,28 @@ def _count(flat, n, first, axes, strides, weights, share, counts, sums):  # type
             for i in range(size):
                 values[i] = flat[(begin + i) * dims + d]
             table = tables[cells[d] : cells[d + 1]]
-            axis = padded[starts[d] : starts[d + 1]], table, ranked[d], scales[d], steps[d], bins[d]
+            edges = padded[starts[d] : starts[d + 1]]
+            axis = edges, table, ranked[d], origins[d], scales[d], steps[d], bins[d]
+            if simple:
+                _count_line(values[:size], axis, cell, counts)
+                continue
             _slots(values[:size], axis, strides[d], cell, slots)
-        for k in range(copies):
-            row = counts[k]
-            for i in range(k, size, copies):
-                row[slots[i]] += 1
+        if simple:
+            continue
+        even = size - size % copies
+        for i in range(0, even, copies):
+            for k in range(copies):
+                counts[k, slots[i + k]] += 1
+        for i in range(even, size):
+            counts[0, slots[i]] += 1
         if weights is not None:
             for i in range(size):
                 sums[slots[i]] += weights[(first + begin + i) // share]
 
 
-def count_block(x: Any, axes: tuple[Axis, ...], weights: Array | None, share: int) -> tuple[Array, Array | None]:
+def count_block(
+    x: Any, axes: tuple[Axis, ...], weights: Array | None, share: int
+) -> tuple[Array, Array | None]:
     """Count a real block.
 
     Parameters
@@ -181,6 +220,7 @@ def _packed(axes: tuple[Axis, ...]) -> tuple[Array, ...]:
         np.concatenate([axis.table for axis in axes]),
         np.cumsum([0, *(len(axis.table) for axis in axes)]),
         np.array([axis.ranked for axis in axes]),
+        np.array([axis.origin for axis in axes]),
         np.array([axis.scale for axis in axes]),
         np.array([axis.steps for axis in axes]),
         np.array([len(axis.edges) - 1 for axis in axes]),

@@ -165,7 +165,9 @@ def array_api_expectation(xp: Any, components: Components, x: Any, weights: Any)
     second = np.zeros(components.factors.shape[1 if components.kind != FULL else 0 :])
     log_density = largest = 0.0
     for rows, w in _array_api_pieces(xp, x, weights):
-        joint, log_p = _array_api_joint(xp, components, rows)
+        relative, total, log_p = _array_api_joint(xp, components, rows)
+        # Not exp(joint - log p): the rounding of a large log p would be an error of each of them.
+        scale = w / total
         size = xp.abs(log_p)
         log_density += float(w @ log_p)
         largest = max(largest, float(xp.max(size)))
@@ -173,7 +175,7 @@ def array_api_expectation(xp: Any, components: Components, x: Any, weights: Any)
             centred = rows - xp.asarray(components.shift)
             second += _symmetric(to_host((w[:, None] * centred).T @ centred))
         for i, mean in enumerate(components.means):
-            r = w * xp.exp(joint[i] - log_p)
+            r = scale * relative[i]
             z = rows - xp.asarray(mean)
             weighted = r[:, None] * z
             responsibility[i] += float(xp.sum(r))
@@ -190,7 +192,7 @@ def array_api_density(xp: Any, components: Components, x: Any, weights: Any) -> 
     """`density` for any array library, by its array-API namespace ``xp``."""
     log_density = condition = largest = 0.0
     for rows, w in _array_api_pieces(xp, x, weights):
-        _, log_p = _array_api_joint(xp, components, rows)
+        _, _, log_p = _array_api_joint(xp, components, rows)
         size = xp.abs(log_p)
         log_density += float(w @ log_p)
         condition += float(w @ size)
@@ -207,8 +209,8 @@ def _array_api_pieces(xp: Any, x: Any, weights: Any) -> Iterator[tuple[Any, Any]
             yield rows, xp.astype(weights[start : start + _ROWS], xp.float64)
 
 
-def _array_api_joint(xp: Any, components: Components, x: Any) -> tuple[list[Any], Any]:
-    """Return log (weight·density) per component and log p, each of shape (n,)."""
+def _array_api_joint(xp: Any, components: Components, x: Any) -> tuple[list[Any], Any, Any]:
+    """Return weight·density per component over the largest, their sum, and log p, each of shape (n,)."""
     joint = []
     for k, mean in enumerate(components.means):
         if components.kind == DIAGONAL:
@@ -220,10 +222,9 @@ def _array_api_joint(xp: Any, components: Components, x: Any) -> tuple[list[Any]
     largest = joint[0]
     for row in joint[1:]:
         largest = xp.where(row > largest, row, largest)
-    total = xp.zeros_like(largest)
-    for row in joint:
-        total = total + xp.exp(row - largest)
-    return joint, largest + xp.log(total)
+    relative = [xp.exp(row - largest) for row in joint]
+    total = sum(relative[1:], relative[0])
+    return relative, total, largest + xp.log(total)
 
 
 def _symmetric(matrix: Array) -> Array:

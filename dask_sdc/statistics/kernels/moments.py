@@ -18,6 +18,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from dask_sdc.statistics.kernels import is_numpy, jit, namespace, to_host
+from dask_sdc.statistics.kernels.pairs import add_pair, divide_pair, exact_product, scaled
 from dask_sdc.statistics.kernels.tiles import as_float, exact_offset, frozen, is_flat, scratch_tiles
 
 Array = np.ndarray[Any, Any]
@@ -39,7 +40,7 @@ _HUGE = float(np.finfo(np.float64).max)
 
 
 @intrinsic
-def _prefetch(typingctx: Any, array: Any, index: Any) -> Any:
+def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
     """Fetch the cache line of ``array[index]``; an address past the end does nothing."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -54,8 +55,24 @@ def _prefetch(typingctx: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.intp), codegen
 
 
+_prefetch: Any = prefetch
+
+
 @jit(inline="always")
-def _rows(flat, at, stride, width, rows, weights, row, group, skipna, high, pilot, lanes):  # type: ignore[no-untyped-def]
+def _rows(
+    flat: Any,
+    at: Any,
+    stride: Any,
+    width: Any,
+    rows: Any,
+    weights: Any,
+    row: Any,
+    group: Any,
+    skipna: Any,
+    high: Any,
+    pilot: Any,
+    lanes: Any,
+) -> Any:
     """Add ``rows`` (a constant) rows of ``width`` lanes that start at ``flat[at]``."""
     for c in range(width):
         s = lanes[_SUM * _STRIDE + c]
@@ -72,11 +89,11 @@ def _rows(flat, at, stride, width, rows, weights, row, group, skipna, high, pilo
             p3 = lanes[_P3 * _STRIDE + c]
             p4 = lanes[_P4 * _STRIDE + c]
         for u in range(rows):
-            v = np.float64(flat[at + u * stride + c])
+            v: Any = np.float64(flat[at + u * stride + c])
             least = v if v < least else least
             greatest = v if v > greatest else greatest
             d = v - centre
-            term = v
+            term: Any = v
             if skipna is not None:
                 here = 1.0 if v == v else 0.0
                 d = d if v == v else 0.0
@@ -115,7 +132,7 @@ def _rows(flat, at, stride, width, rows, weights, row, group, skipna, high, pilo
 
 
 @jit(inline="always")
-def _flush(lanes, width):  # type: ignore[no-untyped-def]
+def _flush(lanes: Any, width: Any) -> Any:
     """Move weight and power sums of all lanes to their compensated totals."""
     for k in range(4):
         for c in range(width):
@@ -128,7 +145,21 @@ def _flush(lanes, width):  # type: ignore[no-untyped-def]
             lanes[(_WEIGHT + k) * _STRIDE + c] = 0.0
 
 
-def _strip(flat, offset, stride, steps, width, tail, weights, row, group, skipna, high, pilot, lanes):  # type: ignore[no-untyped-def]
+def _strip(
+    flat: Any,
+    offset: Any,
+    stride: Any,
+    steps: Any,
+    width: Any,
+    tail: Any,
+    weights: Any,
+    row: Any,
+    group: Any,
+    skipna: Any,
+    high: Any,
+    pilot: Any,
+    lanes: Any,
+) -> Any:
     """Add ``steps`` rows of ``width`` lanes, and ``tail`` lanes of one more row.
 
     Lane ``c`` of step ``g`` is ``flat[offset + g * stride + c]``; its sample is
@@ -143,11 +174,15 @@ def _strip(flat, offset, stride, steps, width, tail, weights, row, group, skipna
             for u in range(4):
                 for c in range(0, width, 8):
                     _prefetch(flat, at + (_AHEAD + u) * stride + c)
-            _rows(flat, at, stride, width, 4, weights, row + g * group[LANES], group, skipna, high, pilot, lanes)
+            _rows(
+                flat, at, stride, width, 4, weights, row + g * group[LANES], group, skipna, high, pilot, lanes
+            )
             g += 4
         while g < end:
             at = offset + g * stride
-            _rows(flat, at, stride, width, 1, weights, row + g * group[LANES], group, skipna, high, pilot, lanes)
+            _rows(
+                flat, at, stride, width, 1, weights, row + g * group[LANES], group, skipna, high, pilot, lanes
+            )
             g += 1
         _flush(lanes, width)
     at = offset + steps * stride
@@ -162,14 +197,27 @@ _strip_exact = jit()(_strip)
 
 
 @jit()
-def _reset(lanes):  # type: ignore[no-untyped-def]
+def _reset(lanes: Any) -> Any:
     lanes[:] = 0.0
     lanes[_MIN * _STRIDE : _MAX * _STRIDE] = _HUGE
     lanes[_MAX * _STRIDE : _TOTAL * _STRIDE] = -_HUGE
 
 
 @jit()
-def _add(flat, offset, stride, n, columns, per_step, weights, row, skipna, high, pilot, lanes):  # type: ignore[no-untyped-def]
+def _add(
+    flat: Any,
+    offset: Any,
+    stride: Any,
+    n: Any,
+    columns: Any,
+    per_step: Any,
+    weights: Any,
+    row: Any,
+    skipna: Any,
+    high: Any,
+    pilot: Any,
+    lanes: Any,
+) -> Any:
     """Add ``n`` samples of ``columns`` <= LANES neighbouring columns; narrow rows share a step."""
     group = np.zeros(LANES + 1, np.int64)
     centre = np.empty(LANES)
@@ -181,45 +229,50 @@ def _add(flat, offset, stride, n, columns, per_step, weights, row, skipna, high,
     steps, tail = n // per_step, (n % per_step) * columns
     if weights is None:
         _strip_fused(
-            flat, offset, per_step * stride, steps, width, tail, weights, row, group, skipna, high, centre, lanes
+            flat,
+            offset,
+            per_step * stride,
+            steps,
+            width,
+            tail,
+            weights,
+            row,
+            group,
+            skipna,
+            high,
+            centre,
+            lanes,
         )
     else:
         _strip_exact(
-            flat, offset, per_step * stride, steps, width, tail, weights, row, group, skipna, high, centre, lanes
+            flat,
+            offset,
+            per_step * stride,
+            steps,
+            width,
+            tail,
+            weights,
+            row,
+            group,
+            skipna,
+            high,
+            centre,
+            lanes,
         )
 
 
-@jit(inline="always")
-def _pair(high, low, value, error):  # type: ignore[no-untyped-def]
-    """Add the pair (value, error) to the pair (high, low)."""
-    total = high + value
-    back = total - high
-    return total, low + ((high - (total - back)) + (value - back)) + error
-
-
-@jit(inline="always")
-def _product(a, b):  # type: ignore[no-untyped-def]
-    """Return a * b as an exact pair (Dekker 1971)."""
-    t = 134217729.0 * a
-    a1 = t - (t - a)
-    a2 = a - a1
-    t = 134217729.0 * b
-    b1 = t - (t - b)
-    b2 = b - b1
-    product = a * b
-    return product, ((a1 * b1 - product) + a1 * b2 + a2 * b1) + a2 * b2
-
-
-@jit(inline="always")
-def _mean(high, low, weight):  # type: ignore[no-untyped-def]
-    """Divide the pair (high, low) by ``weight``."""
-    quotient = high / weight
-    product, error = _product(quotient, weight)
-    return quotient, (((high - product) - error) + low) / weight
-
-
 @jit()
-def _columns(lanes, n, per_step, columns, weighted, skipna, pilot, out, first):  # type: ignore[no-untyped-def]
+def _columns(
+    lanes: Any,
+    n: Any,
+    per_step: Any,
+    columns: Any,
+    weighted: Any,
+    skipna: Any,
+    pilot: Any,
+    out: Any,
+    first: Any,
+) -> Any:
     """Fold lanes to columns and power sums about the pilot to central moments.
 
     Writes to ``out`` from column ``first`` on; returns whether a pilot was too far from its mean, in
@@ -231,38 +284,40 @@ def _columns(lanes, n, per_step, columns, weighted, skipna, pilot, out, first): 
         least, greatest = _HUGE, -_HUGE
         weight = w_low = p2 = p2_low = p3 = p3_low = p4 = p4_low = 0.0
         for c in range(j, per_step * columns, columns):
-            s, low = _pair(s, low, lanes[_SUM * _STRIDE + c], lanes[_LOW * _STRIDE + c])
+            s, low = add_pair(s, low, lanes[_SUM * _STRIDE + c], lanes[_LOW * _STRIDE + c])
             count += lanes[_COUNT * _STRIDE + c]
             least = min(least, lanes[_MIN * _STRIDE + c])
             greatest = max(greatest, lanes[_MAX * _STRIDE + c])
             at = _TOTAL * _STRIDE + c
-            weight, w_low = _pair(weight, w_low, lanes[at], lanes[at + _STRIDE])
-            p2, p2_low = _pair(p2, p2_low, lanes[at + 2 * _STRIDE], lanes[at + 3 * _STRIDE])
-            p3, p3_low = _pair(p3, p3_low, lanes[at + 4 * _STRIDE], lanes[at + 5 * _STRIDE])
-            p4, p4_low = _pair(p4, p4_low, lanes[at + 6 * _STRIDE], lanes[at + 7 * _STRIDE])
+            weight, w_low = add_pair(weight, w_low, lanes[at], lanes[at + _STRIDE])
+            p2, p2_low = add_pair(p2, p2_low, lanes[at + 2 * _STRIDE], lanes[at + 3 * _STRIDE])
+            p3, p3_low = add_pair(p3, p3_low, lanes[at + 4 * _STRIDE], lanes[at + 5 * _STRIDE])
+            p4, p4_low = add_pair(p4, p4_low, lanes[at + 6 * _STRIDE], lanes[at + 7 * _STRIDE])
         p2, p3, p4 = p2 + p2_low, p3 + p3_low, p4 + p4_low
         if not skipna:
             count = float(n)
         weight = weight + w_low if weighted else count
         if weighted:
-            product, error = _product(weight, pilot[j])
-            s, low = _pair(product, error, s, low)
+            product, error = exact_product(weight, pilot[j])
+            s, low = add_pair(product, error, s, low)
         total = s + low
         low = low - (total - s)
-        mean, rest = _mean(total, low, weight) if weight > 0.0 else (0.0, 0.0)
+        mean, rest = divide_pair(total, low, weight) if weight > 0.0 else (0.0, 0.0)
         d = (mean - pilot[j]) + rest if weight > 0.0 else 0.0
         far = far or d * d * weight > 0.25 * p2
         i = first + j
         out[0, i], out[1, i], out[2, i], out[3, i] = count, weight, total, low
         out[4, i] = max(p2 - d * d * weight, 0.0) if p2 == p2 else p2
         out[5, i] = p3 - 3.0 * d * p2 + 2.0 * d * d * d * weight
-        out[6, i] = max(p4 - 4.0 * d * p3 + 6.0 * d * d * p2 - 3.0 * d * d * d * d * weight, 0.0) if p4 == p4 else p4
+        out[6, i] = (
+            max(p4 - 4.0 * d * p3 + 6.0 * d * d * p2 - 3.0 * d * d * d * d * weight, 0.0) if p4 == p4 else p4
+        )
         out[7, i], out[8, i], out[9, i] = least, greatest, mean
     return far
 
 
 @jit()
-def _pilot(flat, offset, stride, rows, columns, pilot):  # type: ignore[no-untyped-def]
+def _pilot(flat: Any, offset: Any, stride: Any, rows: Any, columns: Any, pilot: Any) -> Any:
     """Write the mean of the finite values of a few ``rows`` per column; exact for constant columns."""
     for c in range(columns):
         base = total = 0.0
@@ -278,7 +333,9 @@ def _pilot(flat, offset, stride, rows, columns, pilot):  # type: ignore[no-untyp
 
 
 @jit()
-def _whole(flat, n, p, weights, skipna, high, rows, pilot, out):  # type: ignore[no-untyped-def]
+def _whole(
+    flat: Any, n: Any, p: Any, weights: Any, skipna: Any, high: Any, rows: Any, pilot: Any, out: Any
+) -> Any:
     """Central moments of a C-contiguous block, strip by strip of columns.
 
     Pilots are taken from ``rows``; where there are none, ``pilot`` holds them.
@@ -300,9 +357,10 @@ def _whole(flat, n, p, weights, skipna, high, rows, pilot, out):  # type: ignore
 
 
 @jit()
-def _merge(count, weight, s, low, m2, m3, m4, least, greatest, other, high):  # type: ignore[no-untyped-def]
-    """Merge the state ``other`` (a tuple in the same order) into the first arguments, in place."""
-    b_count, b_weight, b_s, b_low, b_m2, b_m3, b_m4, b_least, b_greatest = other
+def _merge(a: Any, b: Any, high: Any) -> None:
+    """Merge flat arrays ``b`` into ``a``, both in the order of `FIELDS`."""
+    count, weight, s, low, m2, m3, m4, least, greatest = a
+    b_count, b_weight, b_s, b_low, b_m2, b_m3, b_m4, b_least, b_greatest = b
     many = 1 if weight.size == s.size else 0
     for i in range(s.size):
         k = i * many
@@ -315,8 +373,8 @@ def _merge(count, weight, s, low, m2, m3, m4, least, greatest, other, high):  # 
             if high is not None:
                 m3[i], m4[i] = b_m3[i], b_m4[i]
             continue
-        mean_a, rest_a = _mean(s[i], low[i], wa)
-        mean_b, rest_b = _mean(b_s[i], b_low[i], wb)
+        mean_a, rest_a = divide_pair(s[i], low[i], wa)
+        mean_b, rest_b = divide_pair(b_s[i], b_low[i], wb)
         d = (mean_b - mean_a) + (rest_b - rest_a)
         w = wa + wb
         share, d2 = wa * wb / w, d * d
@@ -326,9 +384,11 @@ def _merge(count, weight, s, low, m2, m3, m4, least, greatest, other, high):  # 
                 + 6.0 * d2 * (wa * wa * b_m2[i] + wb * wb * m2[i]) / (w * w)
                 + 4.0 * d * (wa * b_m3[i] - wb * m3[i]) / w
             )
-            m3[i] = (m3[i] + b_m3[i]) + (d2 * d * share * (wa - wb) / w + 3.0 * d * (wa * b_m2[i] - wb * m2[i]) / w)
+            m3[i] = (m3[i] + b_m3[i]) + (
+                d2 * d * share * (wa - wb) / w + 3.0 * d * (wa * b_m2[i] - wb * m2[i]) / w
+            )
         m2[i] = (m2[i] + b_m2[i]) + d2 * share
-        total, rest = _pair(s[i], low[i], b_s[i], b_low[i])
+        total, rest = add_pair(s[i], low[i], b_s[i], b_low[i])
         s[i] = total + rest
         low[i] = rest - (s[i] - total)
         least[i] = min(least[i], b_least[i])
@@ -346,11 +406,10 @@ def merge(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
     Both hold flat arrays or arrays of one shape under `FIELDS`; M3 and M4 may be missing.
     """
-    a = {f: np.require(v, v.dtype.newbyteorder("="), ["C", "W"]) for f, v in a.items()}
-    high = "M4" in a
+    a = {f: np.require(v, v.dtype.newbyteorder("="), ["C", "A", "W"]) for f, v in a.items()}
     left = [a.get(f, a["M2"]).reshape(-1) for f in FIELDS]
-    right = tuple(frozen(np.ascontiguousarray(b.get(f, b["M2"]), left[i].dtype)) for i, f in enumerate(FIELDS))
-    _merge(*left, right, True if high else None)
+    right = [np.require(b.get(f, b["M2"]), v.dtype, ["C", "A"]) for f, v in zip(FIELDS, left, strict=True)]
+    _merge(tuple(left), tuple(frozen(v) for v in right), True if "M4" in a else None)
     return a
 
 
@@ -400,7 +459,8 @@ def _numba_moments(x: Array, weights: Array | None, high: bool, skipna: bool, of
 
 
 def _in_place(x: Array, options: tuple[Any, Any, Any], rows: Array, pilot: Array, out: Array) -> bool:
-    return bool(_whole(frozen(x), *x.shape, *options, rows, pilot, out))
+    (n, p), (weights, skipna, high) = x.shape, options
+    return bool(_whole(frozen(x), n, p, weights, skipna, high, rows, pilot, out))
 
 
 def _through_scratch(
@@ -461,29 +521,3 @@ def array_api_moments(x: Any, weights: Array | None, high: bool, skipna: bool) -
     if not high:
         del fields["M3"], fields["M4"]
     return fields
-
-
-@jit()
-def scaled(mean, weight, rest):  # type: ignore[no-untyped-def]
-    """Return mean * weight + rest as pairs."""
-    high, low = np.empty_like(mean), np.empty_like(mean)
-    for i in range(mean.size):
-        product, error = _product(mean[i], weight[i])
-        error += rest[i]
-        high[i] = product + error
-        low[i] = error - (high[i] - product)
-    return high, low
-
-
-@jit()
-def merge_sums(s, low, weight, b_s, b_low, b_weight, offset):  # type: ignore[no-untyped-def]
-    """Add the pairs (b_s, b_low) to (s, low) in place; write mean_b - mean_a to ``offset``."""
-    for i in range(s.size):
-        offset[i] = 0.0
-        if weight > 0.0 and b_weight > 0.0:
-            mean_a, rest_a = _mean(s[i], low[i], weight)
-            mean_b, rest_b = _mean(b_s[i], b_low[i], b_weight)
-            offset[i] = (mean_b - mean_a) + (rest_b - rest_a)
-        total, rest = _pair(s[i], low[i], b_s[i], b_low[i])
-        s[i] = total + rest
-        low[i] = rest - (s[i] - total)
