@@ -69,8 +69,8 @@ def main(say: Callable[[str], Any] = print) -> int:
 
 
 def _plan() -> FaultPlan:
-    """One bit of every other result of one worker, drawn anew for each shard."""
-    return FaultPlan([Fault("one_bit", "compute", domain=_FAULTY, probability=0.5, seed=7)])
+    """One bit of every result of one worker, another one for each shard."""
+    return FaultPlan([Fault("one_bit", "compute", domain=_FAULTY, seed=7)])
 
 
 def _write_data(folder: Path, say: Callable[[str], Any]) -> tuple[str, str]:
@@ -90,7 +90,7 @@ def _write_data(folder: Path, say: Callable[[str], Any]) -> tuple[str, str]:
     paths = []
     for name, array, rows in (("air", air, 6), ("flights", flights, 8192)):
         path = str(folder / f"{name}.zarr")
-        zarr.save_array(path, array, chunks=(rows, array.shape[1]))
+        zarr.create_array(path, data=array, chunks=(rows, array.shape[1]), compressors=None)
         paths.append(path)
     return paths[0], paths[1]
 
@@ -110,7 +110,7 @@ def _analyse(
             n_workers=4, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=50
         ) as cluster,
         Client(cluster) as client,
-        Auditor(client, audit_rate=0.1, seed=1, ledger=ledger) as auditor,
+        Auditor(client, audit_rate=0.25, seed=1, ledger=ledger) as auditor,
     ):
         if plan is not None:
             client.register_plugin(FaultInjector(plan))

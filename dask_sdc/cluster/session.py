@@ -12,13 +12,15 @@ from typing import Any
 
 import cloudpickle
 from distributed import Client, Future, Worker
+from distributed.comm.addressing import get_address_host
 
 from dask_sdc.cluster.scheduler_plugin import SDCSchedulerPlugin
 from dask_sdc.cluster.worker_plugin import SDCWorkerPlugin, identify, run_batch
+from dask_sdc.evidence.codec import encode
 from dask_sdc.evidence.seal import SealedBatch, open_batch
-from dask_sdc.exceptions import ClosedError, CodecError, InputError, NoDomainError
+from dask_sdc.exceptions import ClosedError, CodecError, EncodeError, InputError, NoDomainError
 from dask_sdc.graph.audited import Planned
-from dask_sdc.graph.execute import Assignment, BatchContext, Blob, accepted_columns
+from dask_sdc.graph.execute import Assignment, BatchContext, Blob, ShardExecutor, accepted_columns
 from dask_sdc.graph.layers import BatchTask, batch_graph
 from dask_sdc.graph.sources import Source
 from dask_sdc.policy.domains import Identity, choose_kind, restrictions
@@ -71,6 +73,11 @@ class Work:
                 f"but the data come with {' and '.join(sorted(refused))}"
             )
         info = ShardInfo(source.shape, source.dtype, 0, seed, source.target_shape)
+        try:
+            # Shapes, dtypes and types that do not fit are refused before any work starts.
+            encode(statistic.init(info))
+        except EncodeError as error:
+            raise InputError(f"{type(statistic).__name__}.init returned a state that {error}") from error
         return cls(number, Blob.of(statistic), source, info, columns)
 
 
@@ -267,7 +274,15 @@ class Session:
         self._work = work
         while not self._events.empty():
             self._events.get_nowait()
-        await asyncio.gather(*(self._warm_worker(address, work) for address in self._members))
+        # One worker of each host compiles; the others find its result in the cache on disk.
+        hosts = {get_address_host(address): address for address in self._members}
+        for addresses in (hosts.values(), self.addresses()):
+            await asyncio.gather(*(self._warm_worker(address, work) for address in addresses))
+        # The driver combines.
+        local = ShardExecutor("driver", "", "")
+        if ("driver", kind := self._kernel_kind(work)) not in self._warmed:
+            await asyncio.to_thread(local.warm, work.statistic, work.info, work.columns)
+            self._warmed.add(("driver", kind))
 
     async def _warm_worker(self, address: str, work: Work) -> None:
         kind = self._kernel_kind(work)

@@ -18,6 +18,7 @@ from dask_sdc.policy.verdict import Closeness, Decision, Outcome, Status, Voice,
 
 #: Why an audit is skipped that nobody can do.
 TOO_FEW = "fewer than two domains"
+_STATUS = {"ok": Status.VALUE, "violation": Status.VIOLATION, "error": Status.ERROR}
 
 
 @dataclass(frozen=True)
@@ -236,9 +237,7 @@ class CaseBook:
 def voice_of(part: str, one: Heard) -> Voice:
     """Return a record as a voice; one whose payload lost its digest is damaged."""
     record = one.record
-    status = {"ok": Status.VALUE, "violation": Status.VIOLATION, "error": Status.ERROR}[record.status]
-    if not record.intact:
-        status = Status.DAMAGED
+    status = _STATUS[record.status] if record.intact else Status.DAMAGED
     return Voice(part, one.domain, record.digest, one.fingerprint, status, one)
 
 

@@ -56,8 +56,6 @@ class Domain:
         Expected seconds of work in hand.
     primaries : int
         Primary batches in hand.
-    stamp : int
-        Counts its changes, so that an index knows which of its entries are old.
     counted : bool
         Whether the roster counts it among the usable ones.
     """
@@ -72,7 +70,6 @@ class Domain:
     outstanding: dict[int, Outstanding] = field(default_factory=dict)
     work: float = 0.0
     primaries: int = 0
-    stamp: int = 0
     counted: bool = False
 
     @property
@@ -97,32 +94,50 @@ class Domain:
 
 
 class Idlest:
-    """Domains by load, the idlest first; a change and a look cost O(log domains)."""
+    """Some domains by load, the idlest first; a look costs O(log domains), a change mostly nothing.
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, str, int, Domain]] = []
+    Each domain has one valid entry, whose load may be lower than its real one: that is put right
+    when the entry is met at the top of the heap.
 
-    def push(self, domain: Domain, bound: int) -> None:
-        """Add a domain as it is now; what was known of it before is void by its stamp.
+    Parameters
+    ----------
+    belongs : callable
+        Whether a domain is one of them; asked when it is met, too.
+    """
 
-        Beyond ``bound`` entries the old ones are dropped.
-        """
-        if len(self._heap) > bound:
-            self._heap = [entry for entry in self._heap if entry[2] == entry[3].stamp]
-            heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (domain.load, domain.name, domain.stamp, domain))
+    def __init__(self, belongs: Callable[[Domain], bool]) -> None:
+        self._belongs = belongs
+        self._heap: list[tuple[float, str, Domain]] = []
+        self._entered: dict[str, float] = {}
+
+    def update(self, domain: Domain) -> None:
+        """Take in a domain whose load or state changed."""
+        load = domain.load
+        if self._entered.get(domain.name, math.inf) > load and self._belongs(domain):
+            self._entered[domain.name] = load
+            heapq.heappush(self._heap, (load, domain.name, domain))
+            if len(self._heap) > 64 + 2 * len(self._entered):
+                self._heap = [entry for entry in self._heap if self._entered.get(entry[1]) == entry[0]]
+                heapq.heapify(self._heap)
 
     def first(self, accept: Callable[[Domain], bool]) -> Domain | None:
         """Return the idlest domain that a predicate accepts."""
         passed, found = [], None
         while self._heap and found is None:
-            _, _, stamp, domain = self._heap[0]
-            if stamp == domain.stamp and accept(domain):
+            load, name, domain = entry = self._heap[0]
+            if self._entered.get(name) != load:
+                heapq.heappop(self._heap)  # a lower one came after it
+            elif not self._belongs(domain):
+                heapq.heappop(self._heap)
+                del self._entered[name]
+            elif load < domain.load:
+                self._entered[name] = domain.load
+                heapq.heapreplace(self._heap, (domain.load, name, domain))
+            elif accept(domain):
                 found = domain
             else:
-                entry = heapq.heappop(self._heap)
-                if stamp == domain.stamp:
-                    passed.append(entry)
+                heapq.heappop(self._heap)
+                passed.append(entry)
         for entry in passed:
             heapq.heappush(self._heap, entry)
         return found
@@ -154,7 +169,8 @@ class Roster:
         self._lanes: Counter[int] = Counter()
         self._slots = 0
         self._usable = 0
-        self._all, self._hungry = Idlest(), Idlest()
+        self._all = Idlest(lambda d: d.counted)
+        self._hungry = Idlest(lambda d: d.counted and d.hungry)
         self._alike: dict[str, Idlest] = {}
 
     def __getitem__(self, name: str) -> Domain:
@@ -198,13 +214,14 @@ class Roster:
         """Pick a domain apart from others: not shunned, of the first one's environment, the idlest."""
         places = list(apart)
         lanes = {place.lane for place in places}
-        alike = self._alike.get(places[0].fingerprint) if places else None
+        alike = [self._alike_to(place.fingerprint) for place in places[:1]]
         for avoid in [shunned, ()] if shunned else [()]:
-            for index in [alike, self._all]:
-                found = index and index.first(
-                    lambda d, avoid=avoid: d.place.lane not in lanes and d.name not in avoid  # type: ignore[misc]
-                )
-                if found:
+            for index in [*alike, self._all]:
+
+                def accept(domain: Domain, avoid: Collection[str] = avoid) -> bool:
+                    return domain.place.lane not in lanes and domain.name not in avoid
+
+                if (found := index.first(accept)) is not None:
                     return found
         return None
 
@@ -219,13 +236,15 @@ class Roster:
             self._lanes[domain.place.lane] += sign
             if not self._lanes[domain.place.lane]:
                 del self._lanes[domain.place.lane]
-        domain.stamp += 1
         if domain.counted:
-            bound = 64 + 4 * len(self.domains)
-            self._all.push(domain, bound)
-            self._alike.setdefault(domain.place.fingerprint, Idlest()).push(domain, bound)
-            if domain.hungry:
-                self._hungry.push(domain, bound)
+            self._all.update(domain)
+            self._hungry.update(domain)
+            self._alike_to(domain.place.fingerprint).update(domain)
+
+    def _alike_to(self, fingerprint: str) -> Idlest:
+        if fingerprint not in self._alike:
+            self._alike[fingerprint] = Idlest(lambda d: d.counted and d.place.fingerprint == fingerprint)
+        return self._alike[fingerprint]
 
     # -- coming and going --------------------------------------------------------------
 

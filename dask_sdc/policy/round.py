@@ -329,10 +329,11 @@ class Round:
             self._garbled(outstanding)
             return
         # Shards that were not asked for are ignored; of two records of one the first counts.
+        asked = set(order.shard_ids)
         heard = {
             r.shard_id: Heard(r, result.domain, result.worker, result.fingerprint, order.role, order.attempt)
             for r in reversed(result.records)
-            if r.shard_id in order.shard_ids
+            if r.shard_id in asked
         }
         self._learn(heard.values(), event.now - outstanding.since)
         if len(heard) < len(order.shard_ids):
@@ -360,7 +361,8 @@ class Round:
             if voice.status == Status.ERROR:
                 self._error(shard_id, one)
                 continue
-            self._blame_errors(shard_id)
+            if shard_id in self._errors:
+                self._blame(self._errors.pop(shard_id))
             if voice.status == Status.VALUE:
                 self._settle(shard_id, one)
             self._cases.hear_primary(shard_id, voice)
@@ -421,9 +423,9 @@ class Round:
         for name in owing - {""}:
             self.sampler.refund(name, 1)  # its audit vouches for another domain now
 
-    def _blame_errors(self, shard_id: int) -> None:
+    def _blame(self, errors: Mapping[str, tuple[str, ...]]) -> None:
         """A shard came out after all: whoever raised an error on it did fail."""
-        for name, notes in self._errors.pop(shard_id, {}).items():
+        for name, notes in errors.items():
             self._fail(name, ": ".join(notes))
 
     def _error(self, shard_id: int, one: Heard) -> None:

@@ -277,7 +277,7 @@ def _places(account: _Account, shards: Sequence[int]) -> list[int]:
         place, wait = _longest_wait(account, shards, range(first, min(final, n - 1) + 1), k)
         if min(due, deadline) >= n and wait <= 2 * k:
             break  # nothing falls due in this call, and nobody waits so long that it cannot wait
-        if final >= n and account.shared and account.round is not None and wait < k:
+        if final >= n and wait < k:
             break  # the next call may have one that has waited longer
         account.audit(place, shards[place])
         places.append(place)

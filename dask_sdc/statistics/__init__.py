@@ -5,6 +5,7 @@ from __future__ import annotations
 from dask_sdc.statistics.base import Estimator, ShardInfo, State, Statistic
 from dask_sdc.statistics.covariance import Covariance
 from dask_sdc.statistics.fold import TreeFold, tree_fold
+from dask_sdc.statistics.gaussian import mixture_model
 from dask_sdc.statistics.histogram import Histogram
 from dask_sdc.statistics.kmeans import KMeans
 from dask_sdc.statistics.mixture import GaussianMixture
@@ -25,5 +26,6 @@ __all__ = [
     "State",
     "Statistic",
     "TreeFold",
+    "mixture_model",
     "tree_fold",
 ]

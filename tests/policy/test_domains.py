@@ -94,6 +94,13 @@ def test_two_workers_of_one_domain() -> None:
     assert domains.slots("a") == 8 and len(domains.addresses("a")) == 1
 
 
+def test_a_worker_that_says_something_new_moves() -> None:
+    domains = DomainMap([worker(0, custom="x"), worker(1, custom="y")], "custom")
+    assert domains.add(worker(0, custom="z")) == "z"
+    assert domains.domains == ("y", "z") and domains.slots("x") == 0
+    assert not domains.has_apart(["y", "z"])
+
+
 # -- lanes
 
 

@@ -43,6 +43,9 @@ def rounds_of(shape: list[tuple[int, int]], shards: int) -> list[list[list[int]]
 
 @given(rate=rates, shape=shapes, seed=st.integers(0, 2**40), numbered=st.booleans())
 @example(rate=0.1, shape=[(1, 1)], seed=0, numbered=False)
+@example(rate=0.1, shape=[(30, 30), (30, 30), *[(1, 1)] * 60], seed=0, numbered=True)
+@example(rate=0.3, shape=[(9, 2), (9, 9), (7, 7), *[(1, 1)] * 20], seed=3, numbered=False)
+@example(rate=0.1, shape=[(10, 10)] * 4 + [(1, 1)] * 11, seed=2, numbered=True)
 @example(rate=0.5, shape=[(10, 1)], seed=0, numbered=True)
 @example(rate=0.7, shape=[(10, 3), (1, 1)], seed=0, numbered=True)
 def test_share_gap_and_detection(
@@ -148,6 +151,9 @@ def test_the_seed_decides_what_is_drawn() -> None:
     names = [f"d{i}" for i in range(50)]
     one, same, other = (draws(CoverageSampler(0.1, seed), names, 12) for seed in (1, 1, 2))
     assert one == same != other
+    # inside of a call the seed draws among equals
+    places = Counter(CoverageSampler(0.1, seed).draw("d", range(10))[0] for seed in range(2000))
+    assert set(places) == set(range(10)) and min(places.values()) >= 20
     # the first audits of many domains are spread evenly over positions: chi-square, 9 degrees
     many = [f"d{i}" for i in range(2000)]
     sampler = CoverageSampler(0.1, 4)
@@ -168,6 +174,18 @@ def test_a_refund_falls_due_at_once() -> None:
     assert sampler.debt("d") == before + 1
     assert sampler.draw("d", [99]) == (99,)
     assert sampler.last_audited("d") == (hit + 1, 99)
+
+
+@given(rate=rates, shape=shapes, seed=st.integers(0, 99))
+def test_a_refund_falls_due_at_once_whatever_went_before(
+    rate: float, shape: list[tuple[int, int]], seed: int
+) -> None:
+    sampler = CoverageSampler(rate, seed)
+    for number, calls in enumerate(rounds_of(shape, 60)):
+        for ids in calls:
+            sampler.draw("d", ids, number)
+    sampler.refund("d")
+    assert sampler.draw("d", [999], 10**6) == (999,)
 
 
 @given(rate=rates, n=st.integers(1, 12), lost=st.sets(st.integers(0, 99)))

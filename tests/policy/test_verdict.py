@@ -260,6 +260,7 @@ TABLE = [
     ("truth damaged missing truth truth", "FFF", "deferred", INSUFFICIENT_WITNESSES, "primary"),
     # two faults, one of them gone: the value is known, the guilt is not
     ("far damaged truth far truth", "FFF", "deferred", THREE_WAY_DISAGREEMENT, "witness"),
+    ("far damaged truth truth truth", "FFF", "deferred", THREE_WAY_DISAGREEMENT, "witness"),
     # the sound side must repeat itself
     ("far truth truth far shifting", "FFF", "not_reproducible", "rerun_differs", "audit"),
     ("far truth truth far missing", "FFF", "deferred", RERUN_MISSING, "audit"),
@@ -330,6 +331,36 @@ def test_value_at_the_edge_of_the_envelope_never_accuses_the_healthy(edge: float
             voices[role] = Voice(role, "P", repr(value).encode(), environment["P"], "value", value)
         decision = decide(**voices, compare=compare)
         assert set(decision.suspects) <= {"P"} and set(decision.barred) <= {"P"}
+
+
+@pytest.mark.parametrize(("edge", "letters"), [(-0.9, "FFG"), (-0.9, "GFG"), (1.1, "GGF")])
+def test_inside_of_one_envelope_and_outside_of_the_other_is_deferred(edge: float, letters: str) -> None:
+    environment = dict(zip("PAW", letters, strict=True))
+    voices = World(dict.fromkeys(ROLES, "truth"), environment).voices()
+    for role in ("primary", "rerun_primary"):
+        voices[role] = Voice(role, "P", repr(edge).encode(), environment["P"], "value", edge)
+    decision = decide(**voices, compare=compare)
+    if letters == "GFG":  # outside of the witness's by bits and more, the audit cannot tell
+        assert decision.outcome == Outcome.AGREE
+    else:
+        assert decision.outcome == Outcome.DEFERRED and decision.reason == NONTRANSITIVE_ENVELOPE
+
+
+def test_an_error_that_repeats_bars_and_one_that_does_not_does_not() -> None:
+    for again, barred in (("error", ("P",)), ("missing", ("P",)), ("truth", ())):
+        kinds = ["error", "truth", "truth", again, "truth"]
+        decision = World(dict(zip(ROLES, kinds, strict=True)), TRUTH_F).decide()
+        assert decision.outcome == Outcome.ENVIRONMENT and decision.barred == barred
+
+
+def test_two_values_of_equal_support_are_both_distrusted() -> None:
+    sides = {"primary": "x", "audit": "y", "witness": "z", "rerun_primary": "y", "rerun_audit": "x"}
+    voices = {
+        role: Voice(role, DOMAIN[role], letter.encode(), "F", "value", 10.0 * ord(letter))
+        for role, letter in sides.items()
+    }
+    decision = decide(**voices, compare=compare)
+    assert decision.suspects == () and decision.value is None
 
 
 def test_a_voice_from_the_wrong_domain_counts_as_missing() -> None:
