@@ -32,7 +32,7 @@ from dask_sdc.exceptions import (
 from dask_sdc.faults.flips import inject_bit_flip
 from dask_sdc.faults.plan import Fault, FaultPlan
 from dask_sdc.faults.plugin import FaultInjector, arm_corruption, clear_corruption
-from dask_sdc.report import Report
+from dask_sdc.policy.report import Report
 from dask_sdc.statistics import (
     PCA,
     Covariance,

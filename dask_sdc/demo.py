@@ -20,7 +20,7 @@ from dask_sdc.evidence.codec import encode
 from dask_sdc.evidence.ledger import verify
 from dask_sdc.faults.plan import Fault, FaultPlan
 from dask_sdc.faults.plugin import FaultInjector
-from dask_sdc.report import Report
+from dask_sdc.policy.report import Report
 from dask_sdc.statistics import Covariance, GaussianMixture, Histogram, Moments
 
 _FAULTY = "2"

@@ -33,7 +33,7 @@ from dask_sdc.policy.domains import KINDS
 from dask_sdc.policy.messages import RoundRecord, Settings
 from dask_sdc.policy.sampling import CoverageSampler, check_rate
 from dask_sdc.policy.screening import Screening
-from dask_sdc.report import Report
+from dask_sdc.policy.report import Report
 from dask_sdc.statistics.base import Estimator, Statistic
 
 T = TypeVar("T")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -9,12 +10,14 @@ import numpy as np
 
 from dask_sdc.statistics.kernels import is_numpy, namespace, to_host
 from dask_sdc.statistics.kernels.pairs import merge_sums, scaled
-from dask_sdc.statistics.kernels.tiles import TILE, as_float, exact_offset
+from dask_sdc.statistics.kernels.tiles import PILOT_ROWS, TILE, as_float, exact_offset
 
 Array = np.ndarray[Any, Any]
 
 #: From this width on the matrix product is checked on every shard.
 CHECKED_FROM = 128
+#: Least rows of a tile: fewer leave BLAS too little to do between two additions of its result.
+_ROWS = 2048
 
 
 def check_vector(d: int) -> Array:
@@ -49,7 +52,7 @@ class Centred:
         self.pilot = self._sample_mean() if centre else np.zeros(x.shape[1])
 
     def _sample_mean(self) -> Array:
-        rows = np.unique(np.linspace(0, len(self.x) - 1, min(len(self.x), 16)).astype(np.int64))
+        rows = np.unique(np.linspace(0, len(self.x) - 1, min(len(self.x), PILOT_ROWS)).astype(np.int64))
         sample = np.empty((len(rows), self.x.shape[1]))
         as_float(self.x[rows], self.offset, sample)
         with np.errstate(invalid="ignore", over="ignore"):
@@ -57,27 +60,36 @@ class Centred:
             pilot = sample[0] + (sample - sample[0]).mean(axis=0)
         return np.where(np.isfinite(pilot), pilot, 0.0)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[tuple[Array, Array]]:
         """Yield ``(tile, roots)`` of shapes (r, d) and (r,), valid until the next one."""
         n, d = self.x.shape
-        step = max(TILE // d // 4 * 4, 64)
-        scratch = np.empty((min(step, n), d))
-        repeat = max(256 // d, 1)
-        pilots = np.tile(self.pilot, repeat)
-        ones = np.ones(min(step, n))
+        step = min(max(TILE // d, _ROWS), n)
+        scratch, ones = np.empty((step, d)), np.ones(step)
         for first in range(0, n, step):
-            tile = scratch[: min(step, n - first)]
-            as_float(self.x[first : first + step], self.offset, tile)
-            # Rows side by side: NumPy's inner loop would be no longer than one row.
-            even = len(tile) // repeat * repeat
-            tile[:even].reshape(-1, repeat * d)[...] -= pilots
-            tile[even:] -= self.pilot
+            piece = self.x[first : first + step]
+            tile = scratch[: len(piece)]
+            self._subtract(piece, tile)
             if self.roots is None:
                 yield tile, ones[: len(tile)]
             else:
                 roots = self.roots[first : first + step]
                 tile *= roots[:, None]
                 yield tile, roots
+
+    def _subtract(self, piece: Array, tile: Array) -> None:
+        """Write ``piece - pilot`` to ``tile``."""
+        even = 0
+        if self.offset:
+            as_float(piece, self.offset, tile)
+            piece = tile
+        elif piece.flags.c_contiguous:
+            # Rows side by side: NumPy's inner loop would be no longer than one row.
+            d = piece.shape[1]
+            repeat = max(256 // d, 1)
+            even = len(piece) // repeat * repeat
+            wide = piece[:even].reshape(-1, repeat * d)
+            np.subtract(wide, np.tile(self.pilot, repeat), out=tile[:even].reshape(wide.shape))
+        np.subtract(piece[even:], self.pilot, out=tile[even:])
 
     def total(self, deviation: Array) -> tuple[Array, Array]:
         """Return Σwx as pairs, given Σw·(x - pilot)."""
@@ -111,7 +123,7 @@ def block_scatter(x: Any, weights: Array | None) -> dict[str, Any]:
     tiles = Centred(x, weights)
     scatter, deviation, check = _products(tiles)
     offset = deviation / tiles.weight
-    if np.any(offset**2 * tiles.weight > 0.25 * scatter.diagonal()):
+    if np.any(offset**2 * tiles.weight > 0.5 * scatter.diagonal()):
         # The sampled rows did not tell where the mean is, and digits were lost: now it is known.
         tiles.pilot = np.where(np.isfinite(offset), tiles.pilot + offset, 0.0)
         scatter, deviation, check = _products(tiles)

@@ -35,7 +35,7 @@ def block_factor(x: Any, y: Any, weights: Array | None, centre: bool) -> dict[st
     tiles = Centred(_side_by_side(x, y), weights, centre)
     factor, deviation, squares = _factor(tiles, centre)
     offset = deviation / tiles.weight
-    if centre and np.any(offset**2 * tiles.weight > 0.25 * squares):
+    if centre and np.any(offset**2 * tiles.weight > 0.5 * squares):
         # The sampled rows did not tell where the mean is, and digits were lost: now it is known.
         tiles.pilot = np.where(np.isfinite(offset), tiles.pilot + offset, 0.0)
         factor, deviation, squares = _factor(tiles, centre)

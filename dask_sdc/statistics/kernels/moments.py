@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 
 from dask_sdc.statistics.kernels import is_numpy, jit, namespace, to_host
 from dask_sdc.statistics.kernels.pairs import add_pair, divide_pair, exact_product, scaled
-from dask_sdc.statistics.kernels.tiles import as_float, exact_offset, frozen, is_flat, scratch_tiles
+from dask_sdc.statistics.kernels.tiles import PILOT_ROWS, as_float, exact_offset, frozen, is_flat, scratch_tiles
 
 Array = np.ndarray[Any, Any]
 
@@ -304,7 +304,7 @@ def _columns(
         low = low - (total - s)
         mean, rest = divide_pair(total, low, weight) if weight > 0.0 else (0.0, 0.0)
         d = (mean - pilot[j]) + rest if weight > 0.0 else 0.0
-        far = far or d * d * weight > 0.25 * p2
+        far = far or d * d * weight > 0.5 * p2
         i = first + j
         out[0, i], out[1, i], out[2, i], out[3, i] = count, weight, total, low
         out[4, i] = max(p2 - d * d * weight, 0.0) if p2 == p2 else p2
@@ -447,7 +447,7 @@ def block_moments(x: Any, weights: Array | None, high: bool, skipna: bool) -> di
 
 def _numba_moments(x: Array, weights: Array | None, high: bool, skipna: bool, offset: int) -> Array:
     n, p = x.shape
-    rows = np.unique(np.linspace(0, n - 1, min(n, 16)).astype(np.int64))
+    rows = np.unique(np.linspace(0, n - 1, min(n, PILOT_ROWS)).astype(np.int64))
     pilot, out = np.empty(p), np.empty((10, p))
     options = (None if weights is None else frozen(weights), True if skipna else None, True if high else None)
     compute = _in_place if is_flat(x) else partial(_through_scratch, offset=offset)

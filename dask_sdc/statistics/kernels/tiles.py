@@ -11,6 +11,9 @@ Array = np.ndarray[Any, Any]
 
 #: Elements of one scratch tile (512 KiB in float64): it stays in the second-level cache.
 TILE = 1 << 16
+#: Rows spread over a block that say where its mean is: then it is off by more than a standard
+#: deviation in hardly one of a million columns of independent samples.
+PILOT_ROWS = 32
 
 
 def is_flat(x: Array) -> bool:
