@@ -8,13 +8,14 @@ detect but not heal: for a witness, quarantine and recomputation there is `Audit
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from dask._task_spec import List, Task, TaskRef
 from dask.delayed import Delayed
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from dask.typing import Key
 
 from dask_sdc.evidence.codec import digest
 from dask_sdc.evidence.envelope import compare_payloads
@@ -83,11 +84,9 @@ def audited_graph(
     blob = Blob.of(statistic)
 
     def task(index: int, role: str, shard_ids: tuple[int, ...], where: Mapping[str, float]) -> BatchTask:
-        context = BatchContext(0, role, 0, shard_ids)
-        assignment = Assignment(context, None, (), source.batch(shard_ids), info)
-        return BatchTask(
-            f"{name}-{role}-{index}", role, blob, Blob.of(assignment), source.dependencies(shard_ids), where
-        )
+        assignment = Assignment(BatchContext(0, role, 0, shard_ids), None, (), source.batch(shard_ids), info)
+        key = f"{name}-{role}-{index}"
+        return BatchTask(key, role, blob, Blob.of(assignment), source.dependencies(shard_ids), where)
 
     primaries = [task(i, "primary", p.shard_ids, p.restrictions) for i, p in enumerate(plan)]
     audits = [
@@ -95,27 +94,23 @@ def audited_graph(
     ]
     graph = batch_graph([*primaries, *audits], run, name)
     last = f"{name}-result"
-    node = Task(
-        last,
-        finish,
-        blob.data,
-        blob.digest,
-        List(*[TaskRef(t.key) for t in primaries]),
-        List(*[TaskRef(t.key) for t in audits]),
-        rtol,
-        atol,
-    )
-    layers: dict[str, Any] = dict(graph.layers)
-    above = set(layers)
-    held = {key for p in plan for key in source.dependencies(p.shard_ids)}
-    if held:  # persisted blocks: the graph keeps their futures alive
-        graphs = [dict(array.__dask_graph__()) for array in source.collections()]
-        futures = {key: node for nodes in graphs for key, node in nodes.items() if key in held}
-        layers[f"{name}-blocks"] = MaterializedLayer(futures)
-    layers[last] = MaterializedLayer({last: node})
-    edges = {layer: {f"{name}-blocks"} if held and layer in above else set() for layer in layers}
-    edges[last] = above
+    keys = [List(*[TaskRef(t.key) for t in tasks]) for tasks in (primaries, audits)]
+    node = Task(last, finish, blob.data, blob.digest, *keys, rtol, atol)
+    layers: dict[str, Any] = {**graph.layers, last: MaterializedLayer({last: node})}
+    edges: dict[str, set[str]] = {**graph.dependencies, last: set(graph.layers)}
+    held = {key for t in (*primaries, *audits) for key in t.dependencies}
+    if held:
+        blocks = f"{name}-blocks"
+        layers[blocks], edges[blocks] = MaterializedLayer(_futures(source, held)), set()
+        for layer in graph.layers:
+            edges[layer] = {blocks}
     return Delayed(last, HighLevelGraph(layers, edges))
+
+
+def _futures(source: Source, held: Set[Key]) -> dict[Key, Any]:
+    """Return the futures of persisted blocks, so that the graph keeps them alive."""
+    graphs = [dict(array.__dask_graph__()) for array in source.collections()]
+    return {key: node for nodes in graphs for key, node in nodes.items() if key in held}
 
 
 def finish(

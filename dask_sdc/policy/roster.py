@@ -110,9 +110,8 @@ class Idlest:
         self._heap: list[tuple[float, str, Domain]] = []
         self._entered: dict[str, float] = {}
 
-    def update(self, domain: Domain) -> None:
-        """Take in a domain whose load or state changed."""
-        load = domain.load
+    def update(self, domain: Domain, load: float) -> None:
+        """Take in a domain that is new here or whose load fell."""
         if self._entered.get(domain.name, math.inf) > load and self._belongs(domain):
             self._entered[domain.name] = load
             heapq.heappush(self._heap, (load, domain.name, domain))
@@ -236,10 +235,14 @@ class Roster:
             self._lanes[domain.place.lane] += sign
             if not self._lanes[domain.place.lane]:
                 del self._lanes[domain.place.lane]
+        self._list(domain)
+
+    def _list(self, domain: Domain) -> None:
         if domain.counted:
-            self._all.update(domain)
-            self._hungry.update(domain)
-            self._alike_to(domain.place.fingerprint).update(domain)
+            load = domain.load
+            self._all.update(domain, load)
+            self._hungry.update(domain, load)
+            self._alike_to(domain.place.fingerprint).update(domain, load)
 
     def _alike_to(self, fingerprint: str) -> Idlest:
         if fingerprint not in self._alike:
@@ -345,7 +348,8 @@ class Roster:
         domain.primaries += sign * (order.role == "primary")
         if domain.counted:
             self.work = self.work + change if self._holders else 0.0
-        self._touch(domain)
+        if sign < 0:
+            self._list(domain)  # a load that rose is put right when it is met
 
     def cancel(self, batch_id: int) -> Outstanding | None:
         """Remove a batch and have the driver forget it."""

@@ -43,10 +43,11 @@ def test_a_persistent_fault_is_named_and_healed(fresh_cluster: Make, kind: str, 
 
     assert state["n"] == 32 * 50
     np.testing.assert_array_equal(state["sum"], TOTAL)
-    assert auditor.receipts
-    assert {r.suspected_domains for r in auditor.receipts} == {("2",)}
-    assert {r.quarantine_status for r in auditor.receipts} == {"committed"}
-    assert {r.persistence for r in auditor.receipts} == {"persistent"}
+    # A bit so low that it stays inside of the envelope is followed up, but accuses nobody.
+    accusing = [r for r in auditor.receipts if r.quarantine_status != "deferred:environment_difference"]
+    assert {r.suspected_domains for r in accusing} == {("2",)}
+    assert {r.quarantine_status for r in accusing} == {"committed"}
+    assert {r.persistence for r in accusing} == {"persistent"}
     assert set(auditor.quarantined) == {"2"}
     assert len(client.scheduler_info(n_workers=-1)["workers"]) == 3
 

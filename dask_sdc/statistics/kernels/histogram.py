@@ -34,15 +34,16 @@ class Axis:
     edges : numpy.ndarray
         n + 1 rising float64 edges.
     padded : numpy.ndarray
-        -inf, the edges, and NaN, which nothing compares with.
+        -inf, the edges, the last one moved up by one float64 as its bin is closed, and NaN, which
+        nothing compares with.
     table : numpy.ndarray of uint32
-        Edges in lower cells, for each cell and one more on both sides, and the slot of NaN.
+        Edges in lower cells, for each cell and one above, and the slot of NaN.
     ranked : bool
         Whether cells divide `_ranks` of values instead of values.
     origin, scale : float
         Where cells begin, and cells per unit.
     steps : int
-        Steps of the binary search.
+        Steps of the binary search; 0 where the cell is the slot or the one below it.
     """
 
     edges: Array
@@ -70,11 +71,14 @@ class Axis:
             # Edges of uniform bins fall in the middle of cells, clear of rounding.
             origin = float(points[0] - 0.5 / scale) if scale else 0.0
             place = (points - origin) * scale if scale else np.zeros(n + 1)
-        cell = np.floor(np.clip(place, -1.0, cells + 1.0))
-        table = np.searchsorted(cell, np.arange(-1, cells + 2), side="left")
-        steps = int(np.bincount(cell.astype(np.int64) + 1).max()).bit_length()
-        padded = np.concatenate(([-np.inf], edges, np.full(1 + (1 << steps), np.nan)))
-        return cls(edges, padded, np.append(table, n + 2).astype(np.uint32), ranked, origin, scale, steps)
+        cell = np.clip(place, 0.0, cells + 1.0).astype(np.int64)
+        table = np.append(np.searchsorted(cell, np.arange(cells + 2)), n + 2).astype(np.uint32)
+        steps = int(np.bincount(cell).max()).bit_length()
+        if len(table) == n + 3 and np.array_equal(table, np.arange(n + 3)):
+            steps = 0
+        top = np.nextafter(edges[-1], np.inf) if edges[-1] < np.inf else np.nan
+        padded = np.concatenate(([-np.inf], edges[:-1], [top], np.full(1 + (1 << steps), np.nan)))
+        return cls(edges, padded, table, ranked, origin, scale, steps)
 
     @property
     def slots(self) -> int:
@@ -95,49 +99,46 @@ def _ranks(values: Any) -> Any:
 def _cells(values: Any, points: Any, axis: Any, cell: Any) -> Any:
     """Write the place in the table of each value, of which ``points`` are the ranks or itself."""
     table, origin, scale = axis[1], axis[3], axis[4]
-    top, nan = float(len(table) - 3), np.uint32(len(table) - 1)
+    top, nan = float(len(table) - 2), float(len(table) - 1)
     for i in range(len(values)):
         t = (points[i] - origin) * scale
-        t = t if t > -1.0 else -1.0
+        t = t if t > 0.0 else 0.0
         t = t if t < top else top
-        place = np.uint32(np.int32(np.floor(t)) + np.int32(1))
-        cell[i] = nan if values[i] != values[i] else place
+        t = nan if values[i] != values[i] else t
+        cell[i] = np.uint32(np.int32(t))
 
 
 @jit()
 def _slots(values: Any, axis: Any, stride: Any, cell: Any, slots: Any) -> Any:
     """Add ``stride`` times the slot of each value: the edges in lower cells, then a search."""
-    padded, table, ranked, _, _, steps, bins = axis
+    padded, table, ranked, _, _, steps = axis
     _cells(values, _ranks(values) if ranked else values, axis, cell)
-    high, first = padded[bins + 1], np.uint64(1) << np.uint64(steps) >> np.uint64(1)
+    first = np.uint64(1) << np.uint64(max(steps, 1) - 1)
     for i in range(len(values)):
-        v = values[i]
         slot, half = np.uint64(table[cell[i]]), first
         while half > np.uint64(0):
-            slot += half * np.uint64(v >= padded[slot + half])
+            slot += half * np.uint64(values[i] >= padded[slot + half])
             half >>= np.uint64(1)
-        slots[i] += np.uint64(stride) * (slot - np.uint64(v == high))  # the last bin is closed
+        slots[i] += np.uint64(stride) * slot
 
 
 @jit()
 def _count_line(values: Any, axis: Any, cell: Any, counts: Any) -> Any:
-    """Count the values of a single axis whose cells hold one edge each, in four copies."""
-    padded, table, ranked, _, _, _, bins = axis
-    _cells(values, _ranks(values) if ranked else values, axis, cell)
-    high, one = padded[bins + 1], np.uint64(1)
+    """Count the values of a single axis of ``steps`` 0, in four copies."""
+    padded = axis[0]
+    _cells(values, values, axis, cell)
     c0, c1, c2, c3 = counts[0], counts[1], counts[2], counts[3]
-    even = len(values) // 4 * 4
+    one, even = np.uint64(1), len(values) // 4 * 4
     for i in range(0, even, 4):
-        v0, v1, v2, v3 = values[i], values[i + 1], values[i + 2], values[i + 3]
-        s0, s1 = np.uint64(table[cell[i]]), np.uint64(table[cell[i + 1]])
-        s2, s3 = np.uint64(table[cell[i + 2]]), np.uint64(table[cell[i + 3]])
-        c0[s0 + np.uint64(v0 >= padded[s0 + one]) - np.uint64(v0 == high)] += 1
-        c1[s1 + np.uint64(v1 >= padded[s1 + one]) - np.uint64(v1 == high)] += 1
-        c2[s2 + np.uint64(v2 >= padded[s2 + one]) - np.uint64(v2 == high)] += 1
-        c3[s3 + np.uint64(v3 >= padded[s3 + one]) - np.uint64(v3 == high)] += 1
+        s0, s1 = np.uint64(cell[i]), np.uint64(cell[i + 1])
+        s2, s3 = np.uint64(cell[i + 2]), np.uint64(cell[i + 3])
+        c0[s0 + np.uint64(values[i] >= padded[s0 + one])] += 1
+        c1[s1 + np.uint64(values[i + 1] >= padded[s1 + one])] += 1
+        c2[s2 + np.uint64(values[i + 2] >= padded[s2 + one])] += 1
+        c3[s3 + np.uint64(values[i + 3] >= padded[s3 + one])] += 1
     for i in range(even, len(values)):
-        slot = np.uint64(table[cell[i]])
-        c0[slot + np.uint64(values[i] >= padded[slot + one]) - np.uint64(values[i] == high)] += 1
+        slot = np.uint64(cell[i])
+        c0[slot + np.uint64(values[i] >= padded[slot + one])] += 1
 
 
 @jit()
@@ -149,9 +150,9 @@ def _count(
     ``axes`` holds the fields of one axis after the other, arrays with where they start;
     ``counts`` has shape (copies, slots).
     """
-    padded, starts, tables, cells, ranked, origins, scales, steps, bins = axes
-    dims, copies = len(bins), len(counts)
-    simple = dims == 1 and steps[0] == 1 and copies == 4 and weights is None
+    padded, starts, tables, cells, ranked, origins, scales, steps = axes
+    dims, copies = len(steps), len(counts)
+    simple = dims == 1 and steps[0] == 0 and not ranked[0] and copies == 4 and weights is None
     values, cell, slots = np.empty(_TILE), np.empty(_TILE, np.uint32), np.empty(_TILE, np.uint64)
     for begin in range(0, n, _TILE):
         size = min(_TILE, n - begin)
@@ -161,11 +162,11 @@ def _count(
                 values[i] = flat[(begin + i) * dims + d]
             table = tables[cells[d] : cells[d + 1]]
             edges = padded[starts[d] : starts[d + 1]]
-            axis = edges, table, ranked[d], origins[d], scales[d], steps[d], bins[d]
+            axis = edges, table, ranked[d], origins[d], scales[d], steps[d]
             if simple:
                 _count_line(values[:size], axis, cell, counts)
-                continue
-            _slots(values[:size], axis, strides[d], cell, slots)
+            else:
+                _slots(values[:size], axis, strides[d], cell, slots)
         if simple:
             continue
         even = size - size % copies
@@ -223,7 +224,6 @@ def _packed(axes: tuple[Axis, ...]) -> tuple[Array, ...]:
         np.array([axis.origin for axis in axes]),
         np.array([axis.scale for axis in axes]),
         np.array([axis.steps for axis in axes]),
-        np.array([len(axis.edges) - 1 for axis in axes]),
     )
 
 
