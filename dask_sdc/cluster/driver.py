@@ -144,7 +144,7 @@ class RoundDriver:
                 instructions: list[Instruction] = []
                 for event in events or [Tick(loop.time())]:
                     if isinstance(event, Landed):
-                        event = self._check_inputs(event)
+                        event = await self._check_inputs(event)
                     instructions += self._machine.handle(event)
                 self._execute(instructions)
                 if events:
@@ -186,7 +186,7 @@ class RoundDriver:
 
     # -- inputs ------------------------------------------------------------------------
 
-    def _check_inputs(self, event: Landed) -> Landed:
+    async def _check_inputs(self, event: Landed) -> Landed:
         """Compare each shard's input with what it was when it was first read.
 
         A persisted block that changed in memory is dropped, so that Dask computes it again, and
@@ -202,7 +202,8 @@ class RoundDriver:
             if record.input_digest == known:
                 records.append(record)
             elif keys := self._work.source.locality[record.shard_id]:
-                self._background(self._session.refresh(keys))
+                # Before the round hears of it, so that no shard is tried with the old block again.
+                await self._session.refresh(keys)
                 self._machine.record.mismatches += 1
                 self._receive(self._changed_in_memory(record, event.result, known))
             else:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from time import time
 from typing import Any
 
@@ -17,6 +18,7 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.core import Status
 
 from dask_sdc.cluster.worker_plugin import NAME
+from dask_sdc.exceptions import ClusterError
 from dask_sdc.policy.domains import DomainMap, Identity, domain_label
 
 logger = logging.getLogger("dask_sdc.scheduler")
@@ -47,11 +49,16 @@ class SDCSchedulerPlugin(SchedulerPlugin):
         self.domains = DomainMap(kind=kind, lanes=lanes)
         self.fingerprints: dict[str, str] = {}
         self.quarantined: dict[str, str] = {}
-        self.held: set[str] = set()
+        # Workers at the door, with the status that they last reported.
+        self.held: dict[str, str] = {}
         self.topics: dict[str, str] = {}
-        # Keys that a domain produced and that are still in memory, and the way back.
+        # Keys that a domain produced and that the scheduler still knows, and the way back. A key
+        # outlives its result here, since others may have been made from it.
         self._produced: defaultdict[str, dict[Any, None]] = defaultdict(dict)
-        self._producer: dict[Any, str] = {}
+        self._producers: defaultdict[Any, set[str]] = defaultdict(set)
+        # Embedded tasks that wait for a worker with their labels.
+        self._unplaced: dict[Any, None] = {}
+        self._placing = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self, scheduler: Scheduler) -> None:
@@ -71,6 +78,11 @@ class SDCSchedulerPlugin(SchedulerPlugin):
         )
         self._status_changed = scheduler.stream_handlers["worker-status-change"]
         scheduler.stream_handlers["worker-status-change"] = self.handle_status
+
+    async def close(self) -> None:
+        """Stop waiting for nannies."""
+        for task in self._tasks:
+            task.cancel()
 
     # -- attaching drivers -------------------------------------------------------------
 
@@ -119,7 +131,15 @@ class SDCSchedulerPlugin(SchedulerPlugin):
             self._hold(worker)
 
     async def register(self, identity: Mapping[str, Any], worker: str) -> dict[str, Any]:
-        """Give a worker its domain, lane and labels (RPC of the worker plugin)."""
+        """Give a worker its domain, lane and labels (RPC of the worker plugin).
+
+        Raises
+        ------
+        ClusterError
+            If the scheduler has removed the worker meanwhile.
+        """
+        if worker not in self.scheduler.workers:
+            raise ClusterError(f"expected worker {worker} to be on the scheduler, it is not")
         domain = self.domains.add(Identity(**{**identity, "gpus": tuple(identity["gpus"])}))
         labels = self.domains.labels(worker)
         if domain in self.quarantined:
@@ -140,6 +160,9 @@ class SDCSchedulerPlugin(SchedulerPlugin):
         self.fingerprints[worker] = fingerprint
         if domain in self.quarantined:
             return
+        if domain_label(domain) not in self.scheduler.workers[worker].resources:
+            # It was released after it had been refused its labels.
+            await self.scheduler.rpc(worker).sdc_label(labels=self.domains.labels(worker))
         self._unhold(worker)
         self._publish(
             op="joined",
@@ -152,67 +175,79 @@ class SDCSchedulerPlugin(SchedulerPlugin):
 
     def handle_status(self, status: str, worker: str, stimulus_id: str) -> None:
         """Pass a worker's status on, but never let a held one become running."""
-        if worker in self.held and status == Status.running.name:
-            status = Status.paused.name
+        if worker in self.held:
+            self.held[worker] = status
+            if status == Status.running.name:
+                status = Status.paused.name
         self._status_changed(status=status, worker=worker, stimulus_id=stimulus_id)
 
     def _hold(self, worker: str) -> None:
-        self.held.add(worker)
-        self.handle_status(Status.running.name, worker, f"sdc-hold-{time()}")
+        reported = self.held.get(worker, self.scheduler.workers[worker].status.name)
+        self.held[worker] = reported
+        self.handle_status(reported, worker, f"sdc-hold-{time()}")
 
     def _unhold(self, worker: str) -> None:
-        if worker in self.held:
-            self.held.discard(worker)
-            self.handle_status(Status.running.name, worker, f"sdc-unhold-{time()}")
+        if (reported := self.held.pop(worker, None)) is not None:
+            self.handle_status(reported, worker, f"sdc-unhold-{time()}")
 
     # -- workers go --------------------------------------------------------------------
 
     def remove_worker(
         self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any
     ) -> None:
-        """Tell the drivers; re-stamp embedded tasks that nobody could run any more."""
-        self.held.discard(worker)
+        """Tell the drivers."""
+        self.held.pop(worker, None)
         self.fingerprints.pop(worker, None)
         domain = self.domains.remove(worker)
         if domain is None:
             return
         gone = not self.domains.is_live(domain)
         self._publish(op="left", domain=domain, worker=worker, gone=gone)
-        if gone:
-            self._restamp(domain, stimulus_id)
+        self._place_soon()
 
-    def _restamp(self, domain: str, stimulus_id: str) -> None:
-        """Free embedded primaries of a lost domain to run wherever the rest allows."""
-        label = domain_label(domain)
+    def _place_soon(self) -> None:
+        # Not from within a hook, where the state of the scheduler is between two others.
+        if self._unplaced and not self._placing:
+            self._placing = True
+            asyncio.get_running_loop().call_soon(self._place)
+
+    def _place(self) -> None:
+        """Free embedded tasks from labels that nobody has, to run wherever the rest allows."""
+        self._placing = False
         freed: dict[Any, Any] = {}
-        for ts in self.scheduler.unrunnable:
-            wanted = ts.resource_restrictions
-            if wanted and label in wanted and str(ts.key).startswith(GRAPH_PREFIX):
-                ts.resource_restrictions = {k: v for k, v in wanted.items() if k != label}
-                freed[ts.key] = "processing"
-        if freed:
-            self.scheduler.transitions(freed, stimulus_id=stimulus_id)
+        for key in self._unplaced if self.scheduler.running else ():
+            ts = self.scheduler.tasks[key]
+            wanted = ts.resource_restrictions or {}
+            ts.resource_restrictions = {k: v for k, v in wanted.items() if self.scheduler.resources.get(k)}
+            if ts.resource_restrictions != wanted:
+                freed[key] = "processing"
+        self.scheduler.transitions(freed, stimulus_id=f"sdc-place-{time()}")
 
     def restart(self, scheduler: Scheduler) -> None:
         """All tasks are forgotten; domains and quarantines stay."""
         self._produced.clear()
-        self._producer.clear()
+        self._producers.clear()
+        self._unplaced.clear()
 
     # -- who produced what -------------------------------------------------------------
 
     def transition(
         self, key: Any, start: str, finish: str, *args: Any, stimulus_id: str, **kwargs: Any
     ) -> None:
-        """Remember which domain produced a result for as long as it is in memory."""
+        """Remember which domain produced a result; place embedded tasks that nobody may run."""
         if finish == "memory" and start == "processing":
             domain = self._domain(kwargs.get("worker", ""))
             if domain is not None:
-                self._producer[key] = domain
+                self._producers[key].add(domain)
                 self._produced[domain][key] = None
-        elif start == "memory":
-            domain = self._producer.pop(key, None)
-            if domain is not None:
+        elif finish == "forgotten":
+            for domain in self._producers.pop(key, ()):
                 self._produced[domain].pop(key, None)
+        elif finish == "no-worker" and str(key).startswith(GRAPH_PREFIX):
+            self._unplaced[key] = None
+            self._place_soon()
+        if start == "no-worker":
+            self._unplaced.pop(key, None)
 
     def _tainted(self, domain: str) -> list[Any]:
         """Keys in memory that a domain produced or holds, and all that was made from them."""
@@ -224,10 +259,10 @@ class SDCSchedulerPlugin(SchedulerPlugin):
         seen: dict[Any, None] = {}
         while todo:
             ts = todo.pop()
-            if ts.key not in seen and ts.state == "memory":
+            if ts.key not in seen:
                 seen[ts.key] = None
                 todo.extend(ts.dependents)
-        return list(seen)
+        return [key for key in seen if tasks[key].state == "memory"]
 
     # -- quarantine --------------------------------------------------------------------
 
@@ -242,6 +277,8 @@ class SDCSchedulerPlugin(SchedulerPlugin):
                 worker, stimulus_id=f"sdc-quarantine-{time()}", expected=True, close=True
             )
         await self._drop(tainted)
+        for key in self._produced.pop(domain, ()):
+            self._producers[key].discard(domain)
         logger.warning("Domain %r is quarantined: %s", domain, reason)
         self._publish(op="quarantined", domain=domain, reason=reason)
         return {"workers": workers, "dropped": len(tainted)}
@@ -267,10 +304,10 @@ class SDCSchedulerPlugin(SchedulerPlugin):
         """Lift a quarantine; held workers of the domain are let in with their labels."""
         if self.quarantined.pop(domain, None) is None:
             return {"released": False, "workers": []}
-        workers = [w for w in self.domains.addresses(domain) if w in self.held]
+        workers = [w for w in await self.held_workers(domain) if w in self.fingerprints]
         for worker in workers:
-            await self.scheduler.rpc(worker).sdc_label(labels=self.domains.labels(worker))
-            await self.ready(worker, self.fingerprints.get(worker, ""))
+            with suppress(OSError):  # it left
+                await self.ready(worker, self.fingerprints[worker])
         self._publish(op="released", domain=domain)
         return {"released": True, "workers": workers}
 
@@ -299,5 +336,5 @@ class SDCSchedulerPlugin(SchedulerPlugin):
     async def _restart(self, nanny: str) -> None:
         try:
             await self.scheduler.rpc(nanny).restart(timeout=30, reason="sdc-evict")
-        except OSError:
-            logger.warning("No nanny answers at %s; its worker stays out", nanny)
+        except Exception as error:
+            logger.warning("The nanny at %s restarts no worker: %s", nanny, error)

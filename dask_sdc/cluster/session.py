@@ -37,6 +37,10 @@ from dask_sdc.policy.sampling import CoverageSampler
 from dask_sdc.statistics.base import ShardInfo, Statistic
 
 
+#: Seconds between looks at a client that connects again.
+_LOOK = 0.1
+
+
 @dataclass(frozen=True)
 class Work:
     """What the batches of one round have in common.
@@ -150,14 +154,14 @@ class Session:
         InputError
             If the cluster already audits with another kind of failure domain.
         """
-        if self.client.status != "running":
-            raise ClosedError(f"expected a running client, got one that is {self.client.status}")
+        await self._connected()
         identities = await self._identities()
         chosen, note = choose_kind(identities) if self.kind == "auto" else (self.kind, "")
         await self.client.register_plugin(SDCSchedulerPlugin(chosen, self._wanted_lanes))
         self.client.subscribe_topic(self._topic, self._hear)
         state = await self._scheduler.sdc_attach(topic=self._topic, client=self.client.id)
         if self.kind not in ("auto", state["kind"]):
+            await self.detach()
             raise InputError(
                 f"expected failure domains of kind {state['kind']!r}, which this cluster "
                 f"already audits with, got domain={self.kind!r}"
@@ -167,6 +171,13 @@ class Session:
         self._learn(
             await self._scheduler.sdc_attach(topic=self._topic, client=self.client.id)
         )
+
+    async def _connected(self) -> None:
+        """Wait for a client that has lost its scheduler: it finds it again, or gives up by itself."""
+        while self.client.status == "connecting":
+            await asyncio.sleep(_LOOK)
+        if self.client.status != "running":
+            raise ClosedError(f"expected a running client, got one that is {self.client.status}")
 
     async def _identities(self) -> list[Identity]:
         def ask(dask_worker: Worker, custom: bytes | None) -> Identity:
@@ -192,9 +203,19 @@ class Session:
                 topic=self._topic, client=self.client.id
             )
         except Exception:
-            await self.attach()
+            await self._attach_anew()
         else:
             self._learn(state)
+
+    async def _attach_anew(self) -> None:
+        """Attach to a scheduler that knows nothing, and tell it who is in quarantine."""
+        quarantined = self.quarantined
+        self._warmed.clear()
+        await self.attach()
+        for domain, why in quarantined.items():
+            if domain not in self.quarantined:
+                await self.quarantine(domain, why)
+        self._learn(await self._scheduler.sdc_snapshot())
 
     async def detach(self) -> None:
         """Cancel what is under way and stop listening."""

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from dask_sdc.policy.messages import Cancel, Dispatch, Instruction, Place, RoundRecord
 
-#: Seconds that a batch counts for in a load beyond its shards: whoever has fewer batches is idler.
+#: Seconds that a batch counts for beyond its shards: whoever has fewer batches is idler.
 _A_BATCH = 1e-6
+#: A domain counts as at most this many times slower or faster than the mean.
+_PACES = 16.0
 
 
 @dataclass
@@ -37,6 +39,23 @@ class Outstanding:
 
 
 @dataclass
+class Mean:
+    """A running mean."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, values: Sequence[float]) -> None:
+        """Take in more values."""
+        self.total += sum(values)
+        self.count += len(values)
+
+    def value(self, otherwise: float) -> float:
+        """Return the mean, or something else if there are no values."""
+        return self.total / self.count if self.count else otherwise
+
+
+@dataclass
 class Domain:
     """One failure domain as the round sees it; changed by the `Roster` alone.
 
@@ -52,8 +71,14 @@ class Domain:
         Whether it is accused and its shards are being recomputed.
     failures : int
         How often it was lost or failed to return a batch.
+    cost : Mean
+        Measured seconds per shard.
+    pace : float
+        How many times longer a shard takes than in the mean of all domains.
     work : float
-        Expected seconds of work in hand.
+        Expected seconds of work in hand, as if none of it had begun.
+    until : float
+        When it is expected to be done with that.
     primaries : int
         Primary batches in hand.
     counted : bool
@@ -68,7 +93,10 @@ class Domain:
     failures: int = 0
     last_heard: float = 0.0
     outstanding: dict[int, Outstanding] = field(default_factory=dict)
+    cost: Mean = field(default_factory=lambda: Mean())
+    pace: float = 1.0
     work: float = 0.0
+    until: float = 0.0
     primaries: int = 0
     counted: bool = False
 
@@ -88,15 +116,15 @@ class Domain:
         return self.primaries < 2 * self.place.slots
 
     @property
-    def load(self) -> float:
-        """Expected seconds of work in hand, per thread."""
-        return self.work / self.place.slots
+    def power(self) -> float:
+        """Expected work that it does in a second, in seconds of a mean thread."""
+        return self.place.slots / self.pace
 
 
 class Idlest:
-    """Some domains by load, the idlest first; a look costs O(log domains), a change mostly nothing.
+    """Some domains by when they will be done; a look costs O(log domains), a change mostly nothing.
 
-    Each domain has one valid entry, whose load may be lower than its real one: that is put right
+    Each domain has one valid entry, whose time may be earlier than its real one: that is put right
     when the entry is met at the top of the heap.
 
     Parameters
@@ -110,11 +138,11 @@ class Idlest:
         self._heap: list[tuple[float, str, Domain]] = []
         self._entered: dict[str, float] = {}
 
-    def update(self, domain: Domain, load: float) -> None:
-        """Take in a domain that is new here or whose load fell."""
-        if self._entered.get(domain.name, math.inf) > load and self._belongs(domain):
-            self._entered[domain.name] = load
-            heapq.heappush(self._heap, (load, domain.name, domain))
+    def update(self, domain: Domain) -> None:
+        """Take in a domain that is new here or will be done earlier."""
+        if self._entered.get(domain.name, math.inf) > domain.until and self._belongs(domain):
+            self._entered[domain.name] = domain.until
+            heapq.heappush(self._heap, (domain.until, domain.name, domain))
             if len(self._heap) > 64 + 2 * len(self._entered):
                 self._heap = [entry for entry in self._heap if self._entered.get(entry[1]) == entry[0]]
                 heapq.heapify(self._heap)
@@ -123,15 +151,15 @@ class Idlest:
         """Return the idlest domain that a predicate accepts."""
         passed, found = [], None
         while self._heap and found is None:
-            load, name, domain = entry = self._heap[0]
-            if self._entered.get(name) != load:
-                heapq.heappop(self._heap)  # a lower one came after it
+            until, name, domain = entry = self._heap[0]
+            if self._entered.get(name) != until:
+                heapq.heappop(self._heap)  # an earlier one came after it
             elif not self._belongs(domain):
                 heapq.heappop(self._heap)
                 del self._entered[name]
-            elif load < domain.load:
-                self._entered[name] = domain.load
-                heapq.heapreplace(self._heap, (domain.load, name, domain))
+            elif until < domain.until:
+                self._entered[name] = domain.until
+                heapq.heapreplace(self._heap, (domain.until, name, domain))
             elif accept(domain):
                 found = domain
             else:
@@ -156,10 +184,10 @@ class Roster:
         self.out: list[Instruction] = []
         #: Expected seconds per shard, once known.
         self.cost: float | None = None
-        #: Expected bytes of a shard's payload, once known.
-        self.nbytes: float | None = None
-        #: Expected seconds of work in the hands of the usable domains.
-        self.work = 0.0
+        #: Bytes of a shard's payload.
+        self.nbytes = Mean()
+        #: Time of the event that is being handled.
+        self.now = 0.0
         self.record: RoundRecord
         self._barred = barred
         self._next_batch = 0
@@ -168,6 +196,10 @@ class Roster:
         self._lanes: Counter[int] = Counter()
         self._slots = 0
         self._usable = 0
+        self._seconds = Mean()
+        self._power = 0.0
+        # Over the usable domains that have work: how many, their power, and power times until.
+        self._busy, self._busy_power, self._busy_until = 0, 0.0, 0.0
         self._all = Idlest(lambda d: d.counted)
         self._hungry = Idlest(lambda d: d.counted and d.hungry)
         self._alike: dict[str, Idlest] = {}
@@ -197,6 +229,14 @@ class Roster:
         """Return the threads of the usable domains."""
         return self._slots
 
+    def power(self) -> float:
+        """Return the expected work that the usable domains do in a second, in seconds of a mean thread."""
+        return self._power
+
+    def work(self) -> float:
+        """Return the expected work that they still have in hand, in seconds of a mean thread."""
+        return max(0.0, self._busy_until - self._busy_power * self.now)
+
     def same_lane(self, one: str, other: str) -> bool:
         """Say whether two domains may not check each other."""
         return self.domains[one].place.lane == self.domains[other].place.lane
@@ -225,24 +265,36 @@ class Roster:
         return None
 
     def _touch(self, domain: Domain) -> None:
-        """Bring counts and indices up to date with a domain that changed."""
+        """Bring counts and indices up to date with a domain that came, went or changed its state."""
         if domain.usable != domain.counted:
+            sign = 1 if domain.usable else -1
+            self._weigh(domain, -1)
             domain.counted = domain.usable
-            sign = 1 if domain.counted else -1
+            self._weigh(domain, 1)
             self._usable += sign
             self._slots += sign * domain.place.slots
-            self.work = self.work + sign * domain.work if self._usable else 0.0
             self._lanes[domain.place.lane] += sign
             if not self._lanes[domain.place.lane]:
                 del self._lanes[domain.place.lane]
         self._list(domain)
 
+    def _weigh(self, domain: Domain, sign: int) -> None:
+        """Add a domain to the sums over all of them, or take it out while it changes."""
+        if not domain.counted:
+            return
+        self._power += sign * domain.power
+        if domain.outstanding:
+            self._busy += sign
+            self._busy_power += sign * domain.power
+            self._busy_until += sign * domain.power * domain.until
+        if not self._busy:
+            self._busy_power = self._busy_until = 0.0  # so that no rounding adds up
+
     def _list(self, domain: Domain) -> None:
         if domain.counted:
-            load = domain.load
-            self._all.update(domain, load)
-            self._hungry.update(domain, load)
-            self._alike_to(domain.place.fingerprint).update(domain, load)
+            self._all.update(domain)
+            self._hungry.update(domain)
+            self._alike_to(domain.place.fingerprint).update(domain)
 
     def _alike_to(self, fingerprint: str) -> Idlest:
         if fingerprint not in self._alike:
@@ -258,8 +310,10 @@ class Roster:
             barred = self._barred.get(place.domain, "")
             domain = self.domains[place.domain] = Domain(place, barred=barred, last_heard=now)
         elif domain.live:
+            self._weigh(domain, -1)
             self._slots += (place.slots - domain.place.slots) * domain.counted
             domain.place = replace(domain.place, slots=place.slots)
+            self._weigh(domain, 1)
         else:
             domain.place, domain.live, domain.last_heard = place, True, now
         self._touch(domain)
@@ -321,13 +375,19 @@ class Roster:
             tuple(shard_ids),
             domain.name,
             tuple(sorted(set(apart_from))),
-            len(shard_ids) * (self.cost or 0.0),
+            len(shard_ids) * (self.cost or 0.0) * domain.pace,
         )
         self._next_batch += 1
+        self._weigh(domain, -1)
         outstanding = domain.outstanding[order.batch_id] = Outstanding(order, now, parts or {})
         self._holders[order.batch_id] = domain
         self._roles.setdefault(role, {})[order.batch_id] = outstanding
-        self._weigh(domain, order, 1)
+        weight = order.expected + _A_BATCH
+        domain.work += weight
+        domain.until = max(domain.until, now) + weight / domain.place.slots
+        domain.primaries += role == "primary"
+        self._weigh(domain, 1)
+        # It stays in the indices as it was: what will be done later is put right when it is met.
         self.record.evaluations += len(shard_ids)
         self.out.append(order)
         return order.batch_id
@@ -337,19 +397,16 @@ class Roster:
         domain = self._holders.pop(batch_id, None)
         if domain is None:
             return None
+        self._weigh(domain, -1)
         outstanding = domain.outstanding.pop(batch_id)
-        del self._roles[outstanding.order.role][batch_id]
-        self._weigh(domain, outstanding.order, -1)
+        order = outstanding.order
+        del self._roles[order.role][batch_id]
+        domain.work = domain.work - order.expected - _A_BATCH if domain.outstanding else 0.0
+        domain.until = self.now + domain.work / domain.place.slots
+        domain.primaries -= order.role == "primary"
+        self._weigh(domain, 1)
+        self._list(domain)
         return outstanding
-
-    def _weigh(self, domain: Domain, order: Dispatch, sign: int) -> None:
-        change = sign * (order.expected + _A_BATCH)
-        domain.work = domain.work + change if domain.outstanding else 0.0  # no rounding adds up
-        domain.primaries += sign * (order.role == "primary")
-        if domain.counted:
-            self.work = self.work + change if self._holders else 0.0
-        if sign < 0:
-            self._list(domain)  # a load that rose is put right when it is met
 
     def cancel(self, batch_id: int) -> Outstanding | None:
         """Remove a batch and have the driver forget it."""
@@ -364,17 +421,20 @@ class Roster:
         """Return the batches that are out in a role."""
         return list(self._roles.get(role, {}).values())
 
-    def learn_cost(self, seconds: Sequence[float], nbytes: Sequence[int], waited: float) -> None:
+    def learn_cost(
+        self, domain: Domain, seconds: Sequence[float], nbytes: Sequence[int], waited: float
+    ) -> None:
         """Update what a shard is expected to cost from measured times and sizes of one batch.
 
         Times are what workers say, so nonsense is not believed, nor more than was waited.
         """
         believed = [min(one, waited) for one in seconds if math.isfinite(one) and one >= 0.0]
-        if believed:
-            self.cost = _blend(self.cost, max(sum(believed) / len(believed), 1e-7))
-        if nbytes:
-            self.nbytes = _blend(self.nbytes, sum(nbytes) / len(nbytes))
-
-
-def _blend(old: float | None, new: float) -> float:
-    return new if old is None else 0.7 * old + 0.3 * new
+        self.nbytes.add(nbytes)
+        if not believed:
+            return
+        domain.cost.add(believed)
+        self._seconds.add(believed)
+        self.cost = max(self._seconds.value(0.0), 1e-7)
+        self._weigh(domain, -1)
+        domain.pace = min(max(domain.cost.value(0.0) / self.cost, 1 / _PACES), _PACES)
+        self._weigh(domain, 1)

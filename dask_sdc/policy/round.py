@@ -152,6 +152,7 @@ class Round:
     def handle(self, event: Event) -> list[Instruction]:
         """Take one event and return what to do about it."""
         out = self._roster.out = []
+        self._roster.now = event.now
         if self.done:
             return out
         try:
@@ -270,28 +271,33 @@ class Round:
                 self._audit(wanted, domain, now)
 
     def _batch_size(self, domain: Domain) -> int:
-        """Guided self-scheduling: half of what a domain can take until all would be done together.
+        """Guided self-scheduling: two thirds of what a domain can take until all are done together.
 
-        The last batches are not cut below `Settings.batch_min`, and no crumbs are left.
+        The last batches are not cut below `Settings.batch_min`, and no crumbs are left. A smaller
+        part costs more batches, a larger one more imbalance; simulated, two thirds costs least.
         """
-        cost, slots, settings = self._roster.cost, self._roster.slots(), self.settings
-        if not cost:
+        roster, settings, left = self._roster, self.settings, len(self._pool)
+        if not roster.cost:
             return 1
-        left = len(self._pool)
-        most = min(max(1, int(settings.batch_max / cost)), math.ceil(self._n / slots), settings.batch_shards)
-        if self._roster.nbytes:
-            most = min(most, max(1, int(settings.batch_bytes / self._roster.nbytes)))
         # A shard brings the share of an audit with it.
-        with_audit = cost * (1.0 + self.sampler.base_rate)
-        even = (self._roster.work + left * with_audit) / slots
-        in_hand = 0.0 if len(domain.outstanding) < domain.place.slots else domain.load
-        room = max(0.0, even - in_hand)
+        cost = roster.cost * domain.pace
+        with_audit = 1.0 + self.sampler.base_rate
+        even = (roster.work() + left * roster.cost * with_audit) / roster.power()
+        in_hand = 0.0 if len(domain.outstanding) < domain.place.slots else domain.until - roster.now
+        room = max(0.0, even - max(0.0, in_hand))
         if room > 2 * settings.batch_min:
-            room /= 2
-        size = max(math.ceil(room / with_audit), math.ceil(settings.batch_min / cost))
+            room *= 2 / 3
+        size = max(round(room / (cost * with_audit)), math.ceil(settings.batch_min / cost))
         if (left - size) * cost < settings.batch_min / 2:
             size = left
-        return min(size, most)
+        return min(size, self._most(domain, cost))
+
+    def _most(self, domain: Domain, cost: float) -> int:
+        """Return how many shards a batch may hold, ``cost`` seconds each."""
+        settings = self.settings
+        even = math.ceil(self._n / (self._roster.power() * domain.pace))
+        fits = settings.batch_bytes / max(self._roster.nbytes.value(1.0), 1.0)
+        return max(1, min(even, int(settings.batch_max / cost), int(fits), settings.batch_shards))
 
     def _audit(self, shard_ids: Sequence[int], primary: Domain, now: float) -> None:
         """Queue audits at once, beside their primaries: they read from the source."""
@@ -335,7 +341,7 @@ class Round:
             for r in reversed(result.records)
             if r.shard_id in asked
         }
-        self._learn(heard.values(), event.now - outstanding.since)
+        self._learn(heard.values(), self._roster[order.domain], event.now - outstanding.since)
         if len(heard) < len(order.shard_ids):
             self._fail(order.domain, LEFT_OUT)
         if order.role == "primary":
@@ -348,9 +354,10 @@ class Round:
                 voice = None if one is None else voice_of(part, one)
                 self._cases.hear(shard_id, part, order.batch_id, order.domain, voice, LEFT_OUT)
 
-    def _learn(self, heard: Iterable[Heard], waited: float) -> None:
+    def _learn(self, heard: Iterable[Heard], domain: Domain, waited: float) -> None:
         records = [one.record for one in heard if one.record.status != "error"]
-        self._roster.learn_cost([r.elapsed for r in records], [len(r.payload) for r in records], waited)
+        sizes = [len(record.payload) for record in records]
+        self._roster.learn_cost(domain, [record.elapsed for record in records], sizes, waited)
 
     def _primaries(self, outstanding: Outstanding, heard: Mapping[int, Heard]) -> None:
         order = outstanding.order

@@ -129,7 +129,7 @@ async def test_a_quarantined_domain_that_rejoins_is_held_at_the_door(
     plugin = await install(c)
     news = await listen(c)
     answer = await c.scheduler.sdc_quarantine(domain="2", reason="wrong")
-    assert answer["workers"] == [workers[2].address]
+    assert answer["workers"] == (workers[2].address,)
     assert workers[2].address not in s.workers
 
     async with another_worker(s, "2") as back:
@@ -137,7 +137,7 @@ async def test_a_quarantined_domain_that_rejoins_is_held_at_the_door(
 
         assert s.workers[back.address].status == Status.paused
         assert s.workers[back.address] not in s.running
-        assert await c.scheduler.sdc_held(domain="2") == [back.address]
+        assert await c.scheduler.sdc_held(domain="2") == (back.address,)
         assert back.address not in {w["address"] for w in (await c.scheduler.sdc_snapshot())["workers"]}
         assert not back.state.total_resources
         # Dask may believe that the worker runs: the worker says so whenever its memory clears.
@@ -193,13 +193,13 @@ async def test_a_released_domain_works_again(c: Client, s: Scheduler, *workers: 
     async with another_worker(s, "2") as back:
         await until_async(lambda: back.address in plugin.fingerprints)
         answer = await c.scheduler.sdc_release(domain="2")
-        assert answer == {"released": True, "workers": [back.address]}
+        assert answer == {"released": True, "workers": (back.address,)}
         assert s.workers[back.address].status == Status.running
         assert domain_label("2") in s.workers[back.address].resources
         assert await c.submit(lambda: 7, resources={domain_label("2"): 0}) == 7
         await until_async(lambda: news and news[-1]["op"] == "released")
         assert {n["op"] for n in news} >= {"joined"}
-        assert await c.scheduler.sdc_release(domain="2") == {"released": False, "workers": []}
+        assert await c.scheduler.sdc_release(domain="2") == {"released": False, "workers": ()}
 
 
 @gen_cluster(client=True, nthreads=FOUR)
@@ -311,7 +311,7 @@ async def test_an_evicted_domain_is_restarted_by_its_nanny(c: Client, s: Schedul
     victim = nannies[0]
     address, name = victim.worker_address, str(victim.name)
 
-    assert await c.scheduler.sdc_evict(domain=name, reason="silent") == [address]
+    assert await c.scheduler.sdc_evict(domain=name, reason="silent") == (address,)
 
     assert address not in s.workers
     await until_async(lambda: any(w in plugin.fingerprints for w in plugin.domains.addresses(name)), 60)
@@ -325,8 +325,8 @@ async def test_an_evicted_domain_without_a_nanny_is_gone(c: Client, s: Scheduler
     plugin = await install(c)
     name = str(workers[0].name)
 
-    assert await c.scheduler.sdc_evict(domain=name, reason="silent") == [workers[0].address]
-    assert await c.scheduler.sdc_evict(domain=name, reason="silent") == []
+    assert await c.scheduler.sdc_evict(domain=name, reason="silent") == (workers[0].address,)
+    assert await c.scheduler.sdc_evict(domain=name, reason="silent") == ()
 
     assert len(s.workers) == 3 and not plugin.domains.is_live(name)
 
@@ -387,12 +387,12 @@ async def test_what_is_remembered_of_results_goes_with_them(c: Client, s: Schedu
     plugin = await install(c)
     futures = c.map(lambda x: x, range(20))
     await wait(futures)
-    assert len(plugin._producer) == 20 == sum(map(len, plugin._produced.values()))
+    assert len(plugin._producers) == 20 == sum(map(len, plugin._produced.values()))
 
     del futures
     await until_async(lambda: not s.tasks)
 
-    assert not plugin._producer and not any(plugin._produced.values())
+    assert not plugin._producers and not any(plugin._produced.values())
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, Worker=Nanny, timeout=120)
@@ -407,7 +407,7 @@ async def test_a_restart_forgets_results_and_keeps_domains_and_quarantines(
 
     await c.restart()
 
-    assert not plugin._producer and not plugin._produced
+    assert not plugin._producers and not plugin._produced
     await until_async(lambda: len(plugin.fingerprints) == 2)
     assert set(plugin.domains.domains) == names
     assert plugin.quarantined == {"elsewhere": "wrong"} and not plugin.held
@@ -436,7 +436,7 @@ async def test_hooks_walk_over_no_tasks(c: Client, s: Scheduler, *workers: Worke
     plugin = await install(c)
     futures = c.map(lambda x: x, range(50))
     await wait(futures)
-    plugin._producer = Counted(plugin._producer)
+    plugin._producers = Counted(plugin._producers)
     for domain, keys in list(plugin._produced.items()):
         plugin._produced[domain] = Counted(keys)
     Counted.walks = 0

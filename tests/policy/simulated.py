@@ -387,6 +387,7 @@ class Simulation:
         if meets("violation"):
             value, status, notes = -FAR - machine.place.lane, "violation", ("total: expected 3, got 5",)
         sealed = self._sealed(shard_id, value, status, notes)
+        sealed = replace(sealed, elapsed=sealed.elapsed / machine.speed)
         if meets("damaged"):
             flipped = bytes([sealed.payload[0] ^ 1]) + sealed.payload[1:]
             sealed = replace(sealed, payload=flipped)

@@ -124,9 +124,12 @@ def _slots(values: Any, axis: Any, stride: Any, cell: Any, slots: Any) -> Any:
 
 @jit()
 def _count_line(values: Any, axis: Any, cell: Any, counts: Any) -> Any:
-    """Count the values of a single axis of ``steps`` 0, in four copies."""
-    padded = axis[0]
-    _cells(values, values, axis, cell)
+    """Count the values of a single axis of ``steps`` 0 or 1, in four copies."""
+    padded, table, ranked, _, _, steps = axis
+    _cells(values, _ranks(values) if ranked else values, axis, cell)
+    if steps > 0:
+        for i in range(len(values)):
+            cell[i] = table[cell[i]]
     c0, c1, c2, c3 = counts[0], counts[1], counts[2], counts[3]
     one, even = np.uint64(1), len(values) // 4 * 4
     for i in range(0, even, 4):
@@ -152,7 +155,7 @@ def _count(
     """
     padded, starts, tables, cells, ranked, origins, scales, steps = axes
     dims, copies = len(steps), len(counts)
-    simple = dims == 1 and steps[0] == 0 and not ranked[0] and copies == 4 and weights is None
+    simple = dims == 1 and steps[0] <= 1 and copies == 4 and weights is None
     values, cell, slots = np.empty(_TILE), np.empty(_TILE, np.uint32), np.empty(_TILE, np.uint64)
     for begin in range(0, n, _TILE):
         size = min(_TILE, n - begin)

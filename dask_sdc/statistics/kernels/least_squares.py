@@ -87,7 +87,10 @@ def merge_factor(a: dict[str, Any], b: dict[str, Any], centre: bool) -> dict[str
         return a
     if wa == 0.0:
         return {f: np.array(v) if isinstance(v, np.ndarray) else v for f, v in b.items()}
-    a = {f: np.require(v, np.float64, ["C", "A", "W"]) if isinstance(v, np.ndarray) else v for f, v in a.items()}
+    a = {
+        f: np.require(v, np.float64, ["C", "A", "W"]) if isinstance(v, np.ndarray) else v
+        for f, v in a.items()
+    }
     offset = np.empty(len(a["sum"]))
     b_sum, b_low = (np.require(b[f], np.float64, ["C", "A", "W"]) for f in ("sum", "low"))
     merge_sums(a["sum"], a["low"], wa, b_sum, b_low, wb, offset)

@@ -19,7 +19,14 @@ from numba.extending import intrinsic
 
 from dask_sdc.statistics.kernels import is_numpy, jit, namespace, to_host
 from dask_sdc.statistics.kernels.pairs import add_pair, divide_pair, exact_product, scaled
-from dask_sdc.statistics.kernels.tiles import PILOT_ROWS, as_float, exact_offset, frozen, is_flat, scratch_tiles
+from dask_sdc.statistics.kernels.tiles import (
+    PILOT_ROWS,
+    as_float,
+    exact_offset,
+    frozen,
+    is_flat,
+    scratch_tiles,
+)
 
 Array = np.ndarray[Any, Any]
 

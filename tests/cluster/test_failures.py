@@ -1,0 +1,206 @@
+"""Workers that die or freeze in any role, shards that kill, and clusters that go away and come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+from dask_sdc.cluster.auditor import Auditor
+from dask_sdc.exceptions import NoDomainError, ShardError
+from dask_sdc.faults.plan import Fault, FaultPlan
+from dask_sdc.faults.plugin import FaultInjector, delivered
+from dask_sdc.statistics.base import ShardInfo
+from tests.cluster.sums import Sums, integer_blocks
+from tests.cluster.waiting import until
+
+BLOCKS = integer_blocks()
+TOTAL = np.concatenate(BLOCKS).sum(axis=0)
+
+Make = Callable[[int], Client]
+
+
+@pytest.fixture(scope="module")
+def mending() -> Iterator[Client]:
+    """Four worker processes whose nannies put back whoever dies."""
+    with (
+        LocalCluster(n_workers=4, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def whole(mending: Client) -> Client:
+    """The same, complete."""
+    mending.wait_for_workers(4, timeout=60)
+    return mending
+
+
+def inject(client: Client, *faults: Fault) -> FaultInjector:
+    injector = FaultInjector(FaultPlan(list(faults)))
+    client.register_plugin(injector)
+    return injector
+
+
+def check(state: dict[str, Any]) -> None:
+    assert state["n"] == 32 * 50
+    np.testing.assert_array_equal(state["sum"], TOTAL)
+
+
+# -- death and silence in every role -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["primary", "audit", "witness", "rerun", "heal"])
+def test_a_worker_that_is_killed_in_a_role_costs_a_retry(whole: Client, role: str) -> None:
+    # A worker that lies makes witnesses, reruns and staging necessary.
+    faults = [Fault("killed", "compute", role=role, times=1)]
+    if role in ("witness", "rerun", "heal"):
+        faults.append(Fault("value", "compute", domain="2", role={"primary", "audit", "rerun"}))
+    with Auditor(whole, audit_rate=0.25, seed=1, quarantine=False) as auditor:
+        injector = inject(whole, *faults)
+        try:
+            state = auditor.accumulate(Sums(), BLOCKS)
+        finally:
+            whole.unregister_worker_plugin(injector.name)
+        counted = [d.kind for d in whole.run_on_scheduler(delivered, run=injector.run)]
+
+    check(state)
+    assert counted.count("killed") == 1
+    assert {d for r in auditor.receipts for d in r.suspected_domains} <= {"2"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["primary", "audit", "witness", "rerun", "heal"])
+def test_a_worker_that_freezes_in_a_role_is_given_up(fresh_cluster: Make, role: str) -> None:
+    client = fresh_cluster(4)
+    faults = [Fault("frozen", "compute", role=role, times=1)]
+    if role in ("witness", "rerun", "heal"):
+        faults.append(Fault("value", "compute", domain="2", role={"primary", "audit", "rerun"}))
+    with Auditor(client, audit_rate=0.25, seed=1, quarantine=False, worker_timeout_s=5) as auditor:
+        injector = inject(client, *faults)
+        state = auditor.accumulate(Sums(), BLOCKS)
+        counted = [d.kind for d in client.run_on_scheduler(delivered, run=injector.run)]
+
+    check(state)
+    assert counted.count("frozen") == 1
+    assert {d for r in auditor.receipts for d in r.suspected_domains} <= {"2"}
+
+
+class Slow(Sums):
+    """Sums whose shards are held up, on one worker or on all, until a file appears."""
+
+    def __init__(self, folder: Path, shard_ids: frozenset[int]) -> None:
+        self.folder = folder
+        self.shard_ids = shard_ids
+
+    def init(self, info: ShardInfo) -> dict[str, Any]:
+        return {**super().init(info), "shard": info.shard_id}
+
+    def update(self, state: dict[str, Any], x: Any) -> dict[str, Any]:
+        shard = state["shard"]
+        if shard in self.shard_ids and not (self.folder / "go").exists():
+            (self.folder / f"started-{shard}-{os.getpid()}").touch()
+            until((self.folder / "go").exists)
+        return {**super().update(state, x), "shard": 0}
+
+    def combine(self, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+        return {**super().combine(a, b), "shard": 0}
+
+
+def started(folder: Path) -> list[int]:
+    """Process ids of the workers that hold a shard."""
+    return [int(path.name.split("-")[2]) for path in folder.glob("started-*")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_signal_from_outside_costs_a_retry(fresh_cluster: Make, tmp_path: Path, number: int) -> None:
+    client = fresh_cluster(3)
+    with Auditor(client, audit_rate=0.25, seed=1, worker_timeout_s=6) as auditor, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(auditor.accumulate, Slow(tmp_path, frozenset({5})), BLOCKS)
+        until(lambda: started(tmp_path))
+        os.kill(started(tmp_path)[0], number)
+        (tmp_path / "go").touch()
+        check(done.result(100))
+
+    assert not auditor.receipts
+    assert auditor.rounds[0].failed == ["0"] or len(auditor.rounds[0].failed) == 1
+
+
+# -- shards that kill ----------------------------------------------------------------------------
+
+
+def test_a_shard_that_kills_every_worker_is_named(fresh_cluster: Make) -> None:
+    client = fresh_cluster(3)
+    with Auditor(client, audit_rate=0, seed=1, max_retries=2) as auditor:
+        inject(client, Fault("killed", "compute", shard=7))
+        with pytest.raises(ShardError, match="shard 7: failed 3 times") as caught:
+            auditor.accumulate(Sums(), BLOCKS)
+    assert caught.value.shard_id == 7
+
+
+def test_without_workers_the_round_gives_up_after_the_timeout(fresh_cluster: Make, tmp_path: Path) -> None:
+    client = fresh_cluster(2)
+    with Auditor(client, audit_rate=0, seed=1, worker_timeout_s=2) as auditor, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(auditor.accumulate, Slow(tmp_path, frozenset(range(32))), BLOCKS)
+        until(lambda: started(tmp_path))
+        client.cluster.scale(0)
+        with pytest.raises(NoDomainError, match="32 remaining shards"):
+            done.result(100)
+
+
+# -- workers that come -----------------------------------------------------------------------------
+
+
+def test_a_worker_that_joins_in_the_middle_is_used(fresh_cluster: Make, tmp_path: Path) -> None:
+    client = fresh_cluster(1)
+    with (
+        pytest.warns(UserWarning, match="no audit"),
+        Auditor(client, audit_rate=0.25, seed=1) as auditor,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        done = pool.submit(auditor.accumulate, Slow(tmp_path, frozenset({0})), BLOCKS)
+        until(lambda: started(tmp_path))
+        client.cluster.scale(2)
+        until(lambda: len(auditor._session.addresses()) == 2)
+        # The first worker is held up in shard 0: the newcomer does the rest, and its audits wait.
+        until(lambda: len(list(client.run_on_scheduler(produced))) == 2)
+        (tmp_path / "go").touch()
+        check(done.result(100))
+
+    assert auditor.rounds[0].domains == 1
+
+
+def produced(dask_scheduler: Any) -> list[str]:
+    """Domains that have computed something."""
+    return [domain for domain, keys in dask_scheduler.plugins["dask_sdc"]._produced.items()]
+
+
+# -- restarts --------------------------------------------------------------------------------------
+
+
+def test_a_restart_of_the_workers_between_rounds_changes_nothing(whole: Client) -> None:
+    with Auditor(whole, audit_rate=0.25, seed=1) as auditor:
+        check(auditor.accumulate(Sums(), BLOCKS))
+        whole.restart(timeout=60)
+        check(auditor.accumulate(Sums(), BLOCKS))
+    assert [r.domains for r in auditor.rounds] == [4, 4]
+
+
+def test_a_restart_of_the_workers_during_a_round_costs_retries(whole: Client, tmp_path: Path) -> None:
+    with Auditor(whole, audit_rate=0.25, seed=1) as auditor, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(auditor.accumulate, Slow(tmp_path, frozenset({3, 4})), BLOCKS)
+        until(lambda: started(tmp_path))
+        whole.restart(timeout=60)
+        (tmp_path / "go").touch()
+        check(done.result(100))
+    assert not auditor.receipts
+
+
