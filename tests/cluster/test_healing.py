@@ -55,7 +55,7 @@ def test_a_persistent_fault_is_named_and_healed(fresh_cluster: Make, kind: str, 
 def test_a_transient_fault_of_an_audited_shard_is_told_from_a_persistent_one(fresh_cluster: Make) -> None:
     client = fresh_cluster(4)
     with Auditor(client, audit_rate=1.0, seed=1) as auditor:
-        inject(client, Fault("one_bit", "compute", domain="1", role="primary", times=1))
+        inject(client, Fault("one_bit", "compute", domain="1", role="primary", times=1, bit=62))
         state = auditor.accumulate(Sums(), BLOCKS)
 
     np.testing.assert_array_equal(state["sum"], TOTAL)
@@ -66,7 +66,7 @@ def test_a_transient_fault_of_an_audited_shard_is_told_from_a_persistent_one(fre
 def test_a_faulty_auditor_is_named_and_the_primary_is_not(fresh_cluster: Make) -> None:
     client = fresh_cluster(4)
     with Auditor(client, audit_rate=0.5, seed=1) as auditor:
-        inject(client, Fault("one_bit", "compute", domain="3", role={"audit", "rerun"}))
+        inject(client, Fault("one_bit", "compute", domain="3", role={"audit", "rerun"}, bit=62))
         state = auditor.accumulate(Sums(), BLOCKS)
 
     np.testing.assert_array_equal(state["sum"], TOTAL)
@@ -76,7 +76,7 @@ def test_a_faulty_auditor_is_named_and_the_primary_is_not(fresh_cluster: Make) -
 def test_without_quarantine_the_answer_is_healed_and_the_worker_stays(fresh_cluster: Make) -> None:
     client = fresh_cluster(4)
     with Auditor(client, audit_rate=0.5, seed=1, quarantine=False) as auditor:
-        inject(client, Fault("one_bit", "compute", domain="0"))
+        inject(client, Fault("one_bit", "compute", domain="0", bit=62))
         state = auditor.accumulate(Sums(), BLOCKS)
 
     np.testing.assert_array_equal(state["sum"], TOTAL)
@@ -87,7 +87,7 @@ def test_without_quarantine_the_answer_is_healed_and_the_worker_stays(fresh_clus
 def test_two_domains_accuse_nobody(fresh_cluster: Make) -> None:
     client = fresh_cluster(2)
     with Auditor(client, audit_rate=0.5, seed=1) as auditor:
-        inject(client, Fault("one_bit", "compute", domain="0"))
+        inject(client, Fault("one_bit", "compute", domain="0", bit=62))
         auditor.accumulate(Sums(), BLOCKS)
 
     assert auditor.receipts
@@ -100,7 +100,7 @@ def test_receipts_and_rounds_are_in_a_ledger_that_verifies(fresh_cluster: Make, 
     client = fresh_cluster(4)
     path = f"{tmp_path}/ledger.jsonl"
     with Auditor(client, audit_rate=0.25, seed=1, ledger=path) as auditor:
-        inject(client, Fault("one_bit", "compute", domain="2"))
+        inject(client, Fault("one_bit", "compute", domain="2", bit=62))
         auditor.accumulate(Sums(), BLOCKS)
 
     assert verify(path).ok

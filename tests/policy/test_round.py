@@ -104,7 +104,7 @@ def check_counts(simulation: Simulation) -> None:
         assert record.audited == ended + sum(record.skipped.values())
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(simulations())
 def test_every_schedule_ends_with_an_answer_or_a_reason(simulation: Simulation) -> None:
     # `Simulation.run` itself checks placement, orders to suspects, and that it ends.
@@ -115,7 +115,7 @@ def test_every_schedule_ends_with_an_answer_or_a_reason(simulation: Simulation) 
     check_counts(simulation)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(simulations(faulty=0, losses=0))
 def test_a_clean_cluster_never_sees_a_mismatch(simulation: Simulation) -> None:
     simulation.bad = {}

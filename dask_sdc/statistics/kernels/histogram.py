@@ -17,6 +17,8 @@ _TILE = 1024
 #: Up to this many bins, neighbours are counted in four copies: equal bins in a row would wait for
 #: each other's store.
 _COPIES_UP_TO = 1 << 12
+#: How near to an edge, in bins, a value of a uniform axis is compared with it.
+_NEAR = 1e-9
 #: Cells per bin that are tried, finer ones where edges are spaced unevenly.
 _CELLS_PER_BIN = (1, 4, 16)
 
@@ -43,7 +45,10 @@ class Axis:
     origin, scale : float
         Where cells begin, and cells per unit.
     steps : int
-        Steps of the binary search; 0 where the cell is the slot or the one below it.
+        Steps of the binary search.
+    aligned : float
+        Origin that puts edge k within `_NEAR` / 2 of k + 1 cells, or NaN where there is none: then a
+        value that is not that near to a whole number of cells needs no comparison at all.
     """
 
     edges: Array
@@ -53,6 +58,7 @@ class Axis:
     origin: float
     scale: float
     steps: int
+    aligned: float
 
     @classmethod
     def of(cls, edges: Array) -> Axis:
@@ -74,16 +80,23 @@ class Axis:
         cell = np.clip(place, 0.0, cells + 1.0).astype(np.int64)
         table = np.append(np.searchsorted(cell, np.arange(cells + 2)), n + 2).astype(np.uint32)
         steps = int(np.bincount(cell).max()).bit_length()
-        if len(table) == n + 3 and np.array_equal(table, np.arange(n + 3)):
-            steps = 0
         top = np.nextafter(edges[-1], np.inf) if edges[-1] < np.inf else np.nan
         padded = np.concatenate(([-np.inf], edges[:-1], [top], np.full(1 + (1 << steps), np.nan)))
-        return cls(edges, padded, table, ranked, origin, scale, steps)
+        aligned = np.nan if ranked or per_bin > 1 else _aligned_origin(edges, scale)
+        return cls(edges, padded, table, ranked, origin, scale, steps, aligned)
 
     @property
     def slots(self) -> int:
         """Slots: below, the bins, above, NaN."""
         return len(self.edges) + 2
+
+
+def _aligned_origin(edges: Array, scale: float) -> float:
+    if scale == 0.0:
+        return np.nan
+    aligned = float(edges[0] - 1.0 / scale)
+    off = (edges - aligned) * scale - np.arange(1.0, len(edges) + 1)
+    return aligned if np.abs(off).max() < _NEAR / 2 else np.nan
 
 
 @jit()
@@ -96,7 +109,7 @@ def _ranks(values: Any) -> Any:
 
 
 @jit()
-def _cells(values: Any, points: Any, axis: Any, cell: Any) -> Any:
+def _cells(values: Any, points: Any, axis: Any, cell: Any) -> None:
     """Write the place in the table of each value, of which ``points`` are the ranks or itself."""
     table, origin, scale = axis[1], axis[3], axis[4]
     top, nan = float(len(table) - 2), float(len(table) - 1)
@@ -109,27 +122,55 @@ def _cells(values: Any, points: Any, axis: Any, cell: Any) -> Any:
 
 
 @jit()
-def _slots(values: Any, axis: Any, stride: Any, cell: Any, slots: Any) -> Any:
+def _slots(values: Any, axis: Any, stride: Any, cell: Any, slots: Any) -> None:
     """Add ``stride`` times the slot of each value: the edges in lower cells, then a search."""
     padded, table, ranked, _, _, steps = axis
     _cells(values, _ranks(values) if ranked else values, axis, cell)
-    first = np.uint64(1) << np.uint64(max(steps, 1) - 1)
     for i in range(len(values)):
-        slot, half = np.uint64(table[cell[i]]), first
-        while half > np.uint64(0):
-            slot += half * np.uint64(values[i] >= padded[slot + half])
-            half >>= np.uint64(1)
-        slots[i] += np.uint64(stride) * slot
+        cell[i] = table[cell[i]]
+    half = np.uint32(1) << np.uint32(steps - 1)
+    while half > 0:
+        # Step by step over all values: searches of neighbours do not wait for each other.
+        for i in range(len(values)):
+            cell[i] += half * np.uint32(values[i] >= padded[np.uint64(cell[i]) + np.uint64(half)])
+        half >>= np.uint32(1)
+    for i in range(len(values)):
+        slots[i] += np.uint64(stride) * np.uint64(cell[i])
 
 
 @jit()
-def _count_line(values: Any, axis: Any, cell: Any, counts: Any) -> Any:
-    """Count the values of a single axis of ``steps`` 0 or 1, in four copies."""
-    padded, table, ranked, _, _, steps = axis
+def _count_uniform(values: Any, axis: Any, aligned: Any, cell: Any, counts: Any) -> Any:
+    """Count the values of a single uniform axis, or return False if one of them is near an edge."""
+    scale, nan = axis[4], float(len(axis[1])) - 0.5
+    near = 0
+    for i in range(len(values)):
+        t = (values[i] - aligned) * scale
+        t = t if t > 0.5 else 0.5
+        t = t if t < nan - 1.0 else nan - 1.0
+        t = nan if values[i] != values[i] else t
+        near += abs(t - np.floor(t) - 0.5) > 0.5 - _NEAR
+        cell[i] = np.uint32(np.int32(t))
+    if near > 0:
+        return False
+    c0, c1, c2, c3 = counts[0], counts[1], counts[2], counts[3]
+    even = len(values) // 4 * 4
+    for i in range(0, even, 4):
+        c0[cell[i]] += 1
+        c1[cell[i + 1]] += 1
+        c2[cell[i + 2]] += 1
+        c3[cell[i + 3]] += 1
+    for i in range(even, len(values)):
+        c0[cell[i]] += 1
+    return True
+
+
+@jit()
+def _count_line(values: Any, axis: Any, cell: Any, counts: Any) -> None:
+    """Count the values of a single axis of one step, in four copies."""
+    padded, table, ranked, _, _, _ = axis
     _cells(values, _ranks(values) if ranked else values, axis, cell)
-    if steps > 0:
-        for i in range(len(values)):
-            cell[i] = table[cell[i]]
+    for i in range(len(values)):
+        cell[i] = table[cell[i]]
     c0, c1, c2, c3 = counts[0], counts[1], counts[2], counts[3]
     one, even = np.uint64(1), len(values) // 4 * 4
     for i in range(0, even, 4):
@@ -153,9 +194,9 @@ def _count(
     ``axes`` holds the fields of one axis after the other, arrays with where they start;
     ``counts`` has shape (copies, slots).
     """
-    padded, starts, tables, cells, ranked, origins, scales, steps = axes
+    padded, starts, tables, cells, ranked, origins, scales, steps, aligned = axes
     dims, copies = len(steps), len(counts)
-    simple = dims == 1 and steps[0] <= 1 and copies == 4 and weights is None
+    simple = dims == 1 and steps[0] == 1 and copies == 4 and weights is None
     values, cell, slots = np.empty(_TILE), np.empty(_TILE, np.uint32), np.empty(_TILE, np.uint64)
     for begin in range(0, n, _TILE):
         size = min(_TILE, n - begin)
@@ -167,7 +208,9 @@ def _count(
             edges = padded[starts[d] : starts[d + 1]]
             axis = edges, table, ranked[d], origins[d], scales[d], steps[d]
             if simple:
-                _count_line(values[:size], axis, cell, counts)
+                even_spaced = aligned[0] == aligned[0]
+                if not (even_spaced and _count_uniform(values[:size], axis, aligned[0], cell, counts)):
+                    _count_line(values[:size], axis, cell, counts)
             else:
                 _slots(values[:size], axis, strides[d], cell, slots)
         if simple:
@@ -227,6 +270,7 @@ def _packed(axes: tuple[Axis, ...]) -> tuple[Array, ...]:
         np.array([axis.origin for axis in axes]),
         np.array([axis.scale for axis in axes]),
         np.array([axis.steps for axis in axes]),
+        np.array([axis.aligned for axis in axes]),
     )
 
 

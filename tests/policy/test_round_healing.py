@@ -1,0 +1,264 @@
+"""Healing: staged, then committed in one step; or nothing has changed (P5)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_sdc.policy.messages import Dispatch, Event, Heard, Instruction, Quarantine, Quarantined, Settings
+from dask_sdc.policy.round import Round
+from dask_sdc.policy.verdict import Outcome
+from tests.policy.simulated import Fault, Loss, Machine, Simulation, place
+
+HEAL = frozenset(["heal"])
+
+
+class Watched(Simulation):
+    """Keeps what was settled before and after every event."""
+
+    def run(self) -> Simulation:
+        self.replacements: list[dict[int, tuple[Heard, Heard]]] = []
+        handle = self.round.handle
+
+        def watch(event: Event) -> list[Instruction]:
+            before = dict(self.round.settled)
+            out = handle(event)
+            after = self.round.settled
+            changed = {k: (one, after[k]) for k, one in before.items() if after[k] is not one}
+            if changed:
+                self.replacements.append(changed)
+            return out
+
+        self.round.handle = watch  # type: ignore[method-assign]
+        return super().run()
+
+
+def wrong_at(fraction: float, shards: int) -> Fault:
+    """Return a persistent fault that strikes late, after much has settled."""
+    return Fault("persistent", frozenset(range(int(fraction * shards), shards)))
+
+
+def cluster(n: int, faulty: dict[int, tuple[Fault, ...]]) -> list[Machine]:
+    return [Machine(place(i), faults=faulty.get(i, ())) for i in range(n)]
+
+
+def suspect_closes(simulation: Simulation) -> list[str]:
+    return [close.status for close in simulation.closed if close.decision.outcome is Outcome.SUSPECT]
+
+
+def test_a_commit_replaces_everything_in_one_step() -> None:
+    simulation = Watched(cluster(4, {1: (wrong_at(0.6, 60),)}), 60, rate=0.3)
+    simulation.run()
+    assert set(suspect_closes(simulation)) == {"committed"}
+    commits = [
+        step for step in simulation.replacements if any(new.role == "heal" for _, new in step.values())
+    ]
+    assert len(commits) == 1 and len(commits[0]) > 5
+    assert {(old.domain, new.role) for old, new in commits[0].values()} == {("d1", "heal")}
+    assert "d1" not in simulation.round.owners().values()
+    assert simulation.values == simulation.clean_values and simulation.round.replaced
+
+
+def test_nothing_but_reruns_is_sent_to_a_suspect() -> None:
+    # `Simulation` checks every order; here the sequence is looked at once more, by hand.
+    simulation = Simulation(cluster(4, {1: (wrong_at(0.5, 60),)}), 60, rate=0.3).run()
+    first_heal = next(i for i, (_, o) in enumerate(simulation.sent) if o.role == "heal")
+    later = {o.role for _, o in simulation.sent[first_heal:] if o.domain == "d1"}
+    assert later <= {"rerun"}
+
+
+def assert_unchanged(simulation: Watched, suspect: str) -> None:
+    """Check that nothing was replaced but what a case had adjudicated."""
+    adjudicated = {close.case.shard_id for close in simulation.closed}
+    for step in simulation.replacements:
+        assert set(step) <= adjudicated
+        assert all(new.role != "heal" for _, new in step.values())
+    assert simulation.round.record.quarantined == []
+    assert simulation.round._roster[suspect].suspect is False
+
+
+def test_no_survivor_defers_and_the_suspect_serves_on() -> None:
+    # Witness and audit agree against d1; both are gone before its shards are staged.
+    machines = cluster(3, {1: (wrong_at(0.0, 40),)})
+    for at in [0.3, 0.6, 0.9, 1.2]:
+        losses = [Loss("d0", at), Loss("d2", at)]
+        simulation = Watched(machines, 40, rate=1.0, losses=losses, preferred=dict.fromkeys(range(40), "d1"))
+        simulation.run()
+        assert simulation.error is None
+        statuses = set(suspect_closes(simulation))
+        assert statuses <= {"deferred:no_safe_survivor", "committed"}
+        if statuses == {"deferred:no_safe_survivor"}:
+            assert_unchanged(simulation, "d1")
+            break
+        for machine in machines:
+            machine.alive, machine.life, machine.busy = True, machine.life + 1, 0
+            machine.queue.clear()
+            machine.seen.clear()
+    else:
+        pytest.fail("expected a schedule in which the survivors die while their work is wanted")
+
+
+def test_shards_that_nobody_can_stage_defer() -> None:
+    bad = Fault("failed", roles=HEAL)
+    machines = cluster(4, {1: (wrong_at(0.5, 60),), 0: (bad,), 2: (bad,), 3: (bad,)})
+    simulation = Watched(machines, 60, rate=0.5, settings=Settings(timeout=5.0, max_retries=2))
+    simulation.run()
+    assert simulation.error is None
+    assert set(suspect_closes(simulation)) == {"deferred:staging_failed"}
+    assert_unchanged(simulation, "d1")
+    for shard_id in {close.case.shard_id for close in simulation.closed}:
+        assert simulation.values[shard_id] == simulation.clean_values[shard_id]
+
+
+@pytest.mark.parametrize("kind", ["failed", "damaged", "garbled", "dropped", "error", "violation"])
+def test_a_survivor_that_fails_is_not_asked_again(kind: str) -> None:
+    machines = cluster(4, {1: (wrong_at(0.5, 60),), 2: (Fault(kind, roles=HEAL),)})
+    simulation = Simulation(machines, 60, rate=0.3).run()
+    assert set(suspect_closes(simulation)) == {"committed"} and simulation.accused() == {"d1"}
+    assert simulation.values == simulation.clean_values
+    asked = [k for _, o in simulation.sent if o.role == "heal" and o.domain == "d2" for k in o.shard_ids]
+    assert asked and len(asked) == len(set(asked))
+
+
+def test_a_refused_quarantine_changes_nothing() -> None:
+    simulation = Watched(
+        cluster(4, {1: (wrong_at(0.5, 60),)}), 60, rate=0.5, refuse={"d1": "the scheduler is gone"}
+    )
+    simulation.run()
+    assert set(suspect_closes(simulation)) == {"deferred:staging_failed"}
+    assert simulation.quarantines == ["d1"]
+    assert_unchanged(simulation, "d1")
+    # It is in service again, and not accused anew.
+    assert simulation.round._roster["d1"].usable
+
+
+def test_a_quarantine_that_is_never_answered_counts_as_refused() -> None:
+    class Mute(Watched):
+        def _quarantine(self, domain: str) -> Quarantined:
+            return Quarantined("nobody", "", self.now)
+
+    simulation = Mute(cluster(4, {1: (wrong_at(0.5, 60),)}), 60, rate=0.5)
+    simulation.run()
+    assert set(suspect_closes(simulation)) == {"deferred:staging_failed"}
+    assert 5.0 < simulation.now < 12.0
+    assert_unchanged(simulation, "d1")
+
+
+def test_without_quarantine_the_suspect_is_only_barred() -> None:
+    simulation = Simulation(
+        cluster(4, {1: (wrong_at(0.5, 60),)}), 60, rate=0.5, settings=Settings(quarantine=False)
+    ).run()
+    assert set(suspect_closes(simulation)) == {"disabled"} and not simulation.quarantines
+    assert simulation.values == simulation.clean_values
+    assert simulation.round.record.barred == ["d1"] and simulation.round.record.quarantined == []
+
+
+def test_one_of_two_quarantines_refused_heals_the_other() -> None:
+    fault = Fault("persistent", frozenset(range(60)), frozenset(["primary"]))
+    for seed in range(20):
+        simulation = Watched(
+            cluster(6, {1: (fault,), 4: (fault,)}), 60, rate=1.0, seed=seed, refuse={"d4": "no"}
+        )
+        simulation.run()
+        assert simulation.accused() == {"d1", "d4"}
+        record = simulation.round.record
+        assert record.quarantined == ["d1"]
+        assert simulation.round._roster["d4"].usable
+        by_domain = {
+            (close.decision.suspects, close.status) for close in simulation.closed if close.decision.suspects
+        }
+        assert by_domain == {(("d1",), "committed"), (("d4",), "deferred:staging_failed")}
+        assert "d1" not in simulation.round.owners().values()
+
+
+def test_an_accusation_during_a_commit_has_its_turn_after_it() -> None:
+    """d4 is found out while the cluster is still removing d1, and may have staged for it."""
+
+    class Slow(Simulation):
+        def _execute(self, instructions: list[Instruction]) -> None:
+            quick = [i for i in instructions if not isinstance(i, Quarantine)]
+            for one in set(instructions) - set(quick) if len(quick) < len(instructions) else ():
+                assert isinstance(one, Quarantine)
+                self.quarantines.append(one.domain)
+                self._at(self.now + 1.0, self._quarantine, one.domain)
+            super()._execute(quick)
+
+    early = Fault("persistent", roles=frozenset(["primary"]))
+    late = Fault("persistent", roles=frozenset(["primary", "heal"]), since=0.55)
+    met = 0
+    for seed in range(10):
+        simulation = Slow(
+            cluster(6, {1: (early,), 4: (late,)}),
+            300,
+            cost=0.02,
+            rate=0.4,
+            seed=seed,
+            known_cost=0.02,
+            settings=Settings(timeout=5.0, batch_max=0.06),
+        )
+        pending = 0
+
+        def spy(name: str, finding: object, healing: object = simulation.round._healing) -> bool:
+            nonlocal pending
+            pending += healing.committing and name == "d4"  # type: ignore[attr-defined]
+            return accuse(name, finding)  # type: ignore[arg-type]
+
+        accuse = simulation.round._healing.accuse
+        simulation.round._healing.accuse = spy  # type: ignore[assignment, method-assign]
+        simulation.run()
+        met += pending > 0
+        assert simulation.accused() == {"d1", "d4"}
+        assert sorted(simulation.round.record.quarantined) == ["d1", "d4"]
+        assert simulation.values == simulation.clean_values
+    assert met, "expected a schedule in which d4 is accused while d1 is being removed"
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(
+        st.builds(
+            lambda i, at, back: Loss(f"d{i}", at, None if back is None else at + back),
+            st.integers(0, 4),
+            st.floats(0.1, 1.5),
+            st.none() | st.floats(0.1, 1.0),
+        ),
+        max_size=3,
+    ),
+    st.integers(0, 100),
+    st.sampled_from([0.3, 1.0]),
+)
+def test_losses_at_any_time_of_the_healing(losses: list[Loss], seed: int, rate: float) -> None:
+    simulation = Watched(cluster(5, {1: (wrong_at(0.3, 40),)}), 40, rate=rate, losses=losses, seed=seed)
+    simulation.run()
+    assert simulation.error is None and simulation.accused() <= {"d1"}
+    statuses = set(suspect_closes(simulation))
+    assert all(s == "committed" or s.startswith("deferred:") for s in statuses)
+    if statuses == {"committed"}:
+        assert simulation.values == simulation.clean_values
+
+
+def test_staged_results_of_a_survivor_that_died_since_still_count() -> None:
+    # d2 is quick and dies at once after it staged its share; its sealed payloads are here already.
+    machines = cluster(4, {1: (wrong_at(0.3, 60),)})
+    clean = Simulation(machines, 60, rate=0.3).run()
+    staged_at = max(
+        event.now
+        for event in clean.landed.values()
+        if event.result.role == "heal" and event.result.domain == "d2"
+    )
+    simulation = Simulation(
+        cluster(4, {1: (wrong_at(0.3, 60),)}), 60, rate=0.3, losses=[Loss("d2", staged_at + 1e-4)]
+    ).run()
+    assert set(suspect_closes(simulation)) == {"committed"}
+    assert simulation.values == simulation.clean_values
+    staged = [k for _, o in simulation.sent if o.role == "heal" for k in o.shard_ids]
+    assert len(staged) == len(set(staged)), "expected no shard to be staged twice"
+
+
+def test_the_log_has_what_was_healed() -> None:
+    simulation = Simulation(cluster(4, {1: (wrong_at(0.5, 60),)}), 60, rate=0.3).run()
+    machine: Round = simulation.round
+    last = {step.shard_id: step.domain for step in machine.log if step.what == "computed"}
+    assert last == machine.owners()
+    assert isinstance(simulation.sent[0][1], Dispatch)
