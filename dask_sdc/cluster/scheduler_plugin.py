@@ -101,7 +101,7 @@ class SDCSchedulerPlugin(SchedulerPlugin):
             del self.topics[topic]
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return kind, workers by domain, threads, fingerprints and quarantines."""
+        """Return kind, workers by domain, threads, fingerprints, quarantines, and how many are coming."""
         return {
             "kind": self.domains.kind,
             "lanes": self.domains.lanes,
@@ -117,6 +117,7 @@ class SDCSchedulerPlugin(SchedulerPlugin):
                 if address in self.domains and address not in self.held
             ],
             "quarantined": dict(self.quarantined),
+            "coming": len(self.scheduler.workers) - len(self.fingerprints),
         }
 
     def _publish(self, **news: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,11 @@ from dask_sdc.policy.sampling import CoverageSampler
 from dask_sdc.statistics.base import ShardInfo, Statistic
 
 
-#: Seconds between looks at a client that connects again.
+#: Seconds between looks at a client that connects, or workers that register.
 _LOOK = 0.1
+
+#: Seconds that a round waits for workers which the scheduler has but which are not set up yet.
+_SETTLE = 10.0
 
 
 @dataclass(frozen=True)
@@ -199,13 +203,22 @@ class Session:
     async def refresh_members(self) -> None:
         """Ask again who is there; attaches anew after the scheduler lost its plugins."""
         try:
-            state = await self._scheduler.sdc_attach(
-                topic=self._topic, client=self.client.id
-            )
+            state = await self._settled()
         except Exception:
             await self._attach_anew()
         else:
             self._learn(state)
+
+    async def _settled(self) -> Mapping[str, Any]:
+        """Return the state of the cluster; workers that have just come get a moment to register."""
+        deadline = time.monotonic() + _SETTLE
+        while True:
+            state: Mapping[str, Any] = await self._scheduler.sdc_attach(
+                topic=self._topic, client=self.client.id
+            )
+            if not state["coming"] or time.monotonic() > deadline:
+                return state
+            await asyncio.sleep(_LOOK)
 
     async def _attach_anew(self) -> None:
         """Attach to a scheduler that knows nothing, and tell it who is in quarantine."""

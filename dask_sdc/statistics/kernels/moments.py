@@ -96,7 +96,7 @@ def _rows(
             p3 = lanes[_P3 * _STRIDE + c]
             p4 = lanes[_P4 * _STRIDE + c]
         for u in range(rows):
-            v: Any = np.float64(flat[at + u * stride + c])
+            v: Any = np.float64(flat[np.uint64(at + u * stride) + np.uint64(c)])
             least = v if v < least else least
             greatest = v if v > greatest else greatest
             d = v - centre
@@ -109,7 +109,7 @@ def _rows(
             d2 = d * d
             w2 = d2
             if weights is not None:
-                w = weights[row + u * group[LANES] + group[c]]
+                w = weights[np.uint64(row + u * group[LANES]) + np.uint64(group[c])]
                 term = w * d  # about the pilot, as rounding w * v would not be small against d
                 w2 = w * d2
                 if skipna is not None:
