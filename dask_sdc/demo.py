@@ -102,9 +102,7 @@ def _flights() -> np.ndarray[Any, np.dtype[np.float64]]:
     return flights[list(_FLIGHT_COLUMNS)].dropna().to_numpy(np.float64)  # type: ignore[no-any-return]
 
 
-def _analyse(
-    air: str, flights: str, ledger: Path, plan: FaultPlan | None, say: Callable[[str], Any]
-) -> _Run:
+def _analyse(air: str, flights: str, ledger: Path, plan: FaultPlan | None, say: Callable[[str], Any]) -> _Run:
     with (
         LocalCluster(
             n_workers=4, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=50
@@ -124,9 +122,9 @@ def _analyse(
                 "histogram of delay and distance": lambda: auditor.accumulate(
                     Histogram(edges), _columns(flights)
                 ),
-                "Gaussian mixture of flights": lambda: auditor.fit(
-                    GaussianMixture(4, seed=0), flights, max_iter=12, tol=1e-6
-                ).model,
+                "Gaussian mixture of flights": lambda: (
+                    auditor.fit(GaussianMixture(4, seed=0), flights, max_iter=12, tol=1e-6).model
+                ),
             }.items()
         }
         return _Run(results, auditor.report(), time.perf_counter() - started)

@@ -93,9 +93,7 @@ class ShardError(SDCError):
     domain: str
     worker: str
 
-    def __init__(
-        self, message: str = "", *, shard_id: int = -1, domain: str = "", worker: str = ""
-    ) -> None:
+    def __init__(self, message: str = "", *, shard_id: int = -1, domain: str = "", worker: str = "") -> None:
         super().__init__(message, shard_id=shard_id, domain=domain, worker=worker)
 
 

@@ -1,0 +1,1 @@
+"""The cluster layer: plugins of scheduler and workers, and the `Auditor` that users call."""

@@ -31,9 +31,9 @@ from dask_sdc.graph.audited import audited_graph
 from dask_sdc.graph.sources import Source, make_source
 from dask_sdc.policy.domains import KINDS
 from dask_sdc.policy.messages import RoundRecord, Settings
+from dask_sdc.policy.report import Report
 from dask_sdc.policy.sampling import CoverageSampler, check_rate
 from dask_sdc.policy.screening import Screening
-from dask_sdc.policy.report import Report
 from dask_sdc.statistics.base import Estimator, Statistic
 
 T = TypeVar("T")
@@ -251,9 +251,7 @@ class Auditor:
             raise InputTypeError(f"expected a Statistic, got {type(statistic).__name__}")
         return self._run(self._graph, statistic, self._source(data, weights, target, dim))
 
-    def log_density(
-        self, fitted: FitResult, data: Any, *, weights: Any = None, dim: Any = None
-    ) -> Any:
+    def log_density(self, fitted: FitResult, data: Any, *, weights: Any = None, dim: Any = None) -> Any:
         """Return Σ log p(x) of a fitted model over data, audited like any other round.
 
         Parameters
@@ -424,9 +422,7 @@ class Auditor:
                 memory.preferred.setdefault(shard_id, home)
             return await self._round(statistic, source, memory, seed)
 
-        return await Fit(
-            estimator, source, run_round, self._books, seed, max_iter, tol, store
-        ).run()
+        return await Fit(estimator, source, run_round, self._books, seed, max_iter, tol, store).run()
 
     async def _round(
         self, statistic: Statistic, source: Source, memory: Memory, seed: int | None = None
@@ -483,9 +479,7 @@ class Auditor:
         self._write("screening", found.to_dict())
         if self._settings.quarantine:
             for domain, kernels in found.outliers:
-                await self._session.quarantine(
-                    domain, f"wrong known answers: {', '.join(kernels)}"
-                )
+                await self._session.quarantine(domain, f"wrong known answers: {', '.join(kernels)}")
         return found
 
     async def _release(self, domain: str, repeats: int) -> bool:

@@ -51,9 +51,7 @@ class CheckpointStore:
         found = [raw for slot in _SLOTS if (raw := self._get(slot)) is not None]
         whole = [fields for fields in map(_open, found) if fields is not None]
         if found and not whole:
-            raise CheckpointError(
-                f"expected a checkpoint that has its digest, got {len(found)} damaged ones"
-            )
+            raise CheckpointError(f"expected a checkpoint that has its digest, got {len(found)} damaged ones")
         return max(whole, key=lambda fields: fields["number"], default=None)
 
 
@@ -103,8 +101,7 @@ def _zarr_accessors(target: Any) -> tuple[_Get, _Set]:
 
     if not isinstance(target, Store):
         raise InputTypeError(
-            "checkpoint: expected a path, a mutable mapping or a Zarr store, "
-            f"got {type(target).__name__}"
+            f"checkpoint: expected a path, a mutable mapping or a Zarr store, got {type(target).__name__}"
         )
     prototype = default_buffer_prototype()
 

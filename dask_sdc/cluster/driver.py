@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dask_sdc.cluster.session import Session, Work
 from dask_sdc.evidence.envelope import Comparison, compare_payloads
@@ -34,8 +34,13 @@ from dask_sdc.policy.sampling import CoverageSampler
 from dask_sdc.policy.verdict import Closeness, Decision, Outcome, Voice
 from dask_sdc.statistics.base import State, Statistic
 
+T = TypeVar("T")
+
 #: Seconds between looks at deadlines while nothing else happens.
 _TICK = 0.1
+
+#: Seconds that work may hold up the event loop: a hop to another thread costs as much on a busy machine.
+_SHORT = 5e-3
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,31 @@ class Tolerances:
 
 
 @dataclass
+class Pace:
+    """Calls a function in a thread, or in place while it is known to be quick.
+
+    Attributes
+    ----------
+    seconds : float
+        What one unit of the function's work took last.
+    """
+
+    seconds: float = float("inf")
+
+    async def run(self, function: Callable[..., T], *args: Any, units: int = 1) -> T:
+        """Return what the function returns; ``units`` says how much work that is."""
+        if self.seconds * units <= _SHORT:
+            return self._timed(function, args, units)
+        return await asyncio.to_thread(self._timed, function, args, units)
+
+    def _timed(self, function: Callable[..., T], args: tuple[Any, ...], units: int) -> T:
+        start = time.perf_counter()
+        result = function(*args)
+        self.seconds = (time.perf_counter() - start) / units
+        return result
+
+
+@dataclass
 class Memory:
     """What one round leaves behind for the next of the same call.
 
@@ -54,18 +84,18 @@ class Memory:
     ----------
     preferred : dict of int to str
         Which domain computed a shard.
-    cost : float or None
-        Seconds per shard.
     barred : dict of str to str
         Domains that this call uses no more.
     inputs : dict of int to bytes
         Digest of each shard's input block, as first seen.
+    fold : Pace
+        Of folding one shard.
     """
 
     preferred: dict[int, str] = field(default_factory=dict)
-    cost: float | None = None
     barred: dict[str, str] = field(default_factory=dict)
     inputs: dict[int, bytes] = field(default_factory=dict)
+    fold: Pace = field(default_factory=Pace)
 
 
 @dataclass(frozen=True)
@@ -123,7 +153,7 @@ class RoundDriver:
             self._compare,
             settings,
             preferred=memory.preferred,
-            cost=memory.cost,
+            cost=session.expected_cost(work),
             barred={**memory.barred, **session.quarantined},
         )
 
@@ -147,9 +177,8 @@ class RoundDriver:
                         event = await self._check_inputs(event)
                     instructions += self._machine.handle(event)
                 self._execute(instructions)
-                if events:
-                    await asyncio.to_thread(self._fold_settled)
-            state = await asyncio.to_thread(self._folded_state)
+                await self._fold_along()
+            state = await self._folded_state()
         finally:
             self._session.cancel_all()
             self._machine.record.seconds = time.perf_counter() - started
@@ -232,30 +261,31 @@ class RoundDriver:
 
     # -- folding -----------------------------------------------------------------------
 
-    def _fold_settled(self) -> None:
+    async def _fold_along(self) -> None:
         """Fold what has settled since the last time, while workers go on."""
         if self._machine.replaced:
             self._fold = None  # a folded result was replaced: all is folded anew at the end
-        if self._fold is None:
-            return
-        settled = self._machine.settled
-        for shard_id in settled.keys() - self._folded:
-            self._fold.add_record(settled[shard_id].record)
-            self._folded.add(shard_id)
+        fresh = self._machine.settled.keys() - self._folded
+        if self._fold is not None and fresh:
+            await self._add(self._fold, fresh)
+            self._folded |= fresh
 
-    def _folded_state(self) -> State:
-        self._fold_settled()
+    async def _folded_state(self) -> State:
+        await self._fold_along()
         fold = self._fold
         if fold is None:
             fold = SealedFold(self._statistic, self._work.source.n_shards)
-            for one in self._machine.settled.values():
-                fold.add_record(one.record)
+            await self._add(fold, self._machine.settled.keys())
         return fold.result()
+
+    async def _add(self, fold: SealedFold, shard_ids: Collection[int]) -> None:
+        records = [self._machine.settled[shard_id].record for shard_id in shard_ids]
+        await self._memory.fold.run(_add_records, fold, records, units=len(records))
 
     def _remember(self) -> None:
         machine = self._machine
         self._memory.preferred.update(machine.owners())
-        self._memory.cost = machine.cost
+        self._session.learn_cost(self._work, machine.cost)
         for name in machine.record.barred:
             self._memory.barred[name] = f"barred in round {machine.record.round}"
 
@@ -315,6 +345,11 @@ class RoundDriver:
             voice.fingerprint,
             self._work.statistic.digest,
         )
+
+
+def _add_records(fold: SealedFold, records: Iterable[SealedStatistic]) -> None:
+    for record in records:
+        fold.add_record(record)
 
 
 def _workers(case: Case, suspects: tuple[str, ...]) -> dict[str, None]:

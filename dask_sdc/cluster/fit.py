@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 
 from dask_sdc.cluster.checkpoint import CheckpointStore
-from dask_sdc.cluster.driver import Memory, RoundResult
+from dask_sdc.cluster.driver import Memory, Pace, RoundResult
 from dask_sdc.evidence.codec import digest, encode
 from dask_sdc.exceptions import CheckpointError, EncodeError, InputError
 from dask_sdc.graph.sources import Source
@@ -123,6 +123,7 @@ class Fit:
         self._tol = tol
         self._store = store
         self._memory = Memory()
+        self._pace = Pace()
         self._binding = _binding(estimator, source, seed)
 
     async def run(self) -> FitResult:
@@ -151,9 +152,7 @@ class Fit:
         )
 
     async def _initialise(self, progress: _Progress) -> None:
-        info = ShardInfo(
-            self._source.shape, self._source.dtype, 0, self._seed, self._source.target_shape
-        )
+        info = ShardInfo(self._source.shape, self._source.dtype, 0, self._seed, self._source.target_shape)
         first = self._estimator.initialise(info)
         if isinstance(first, Statistic):
             # A suspect that is found later may have spoiled this round too.
@@ -170,7 +169,7 @@ class Fit:
         done = await self._run_round(statistic, self._memory)
         if done.record.suspects and self._roll_back(progress, done, number):
             return
-        await asyncio.to_thread(self._advance, progress, statistic, done.state)
+        await self._pace.run(self._advance, progress, statistic, done.state)
         self._forget_safe_starts(progress)
         await self._save(progress)
 
@@ -179,9 +178,7 @@ class Fit:
         objective = float(self._estimator.objective(progress.model, result))
         progress.model = self._estimator.maximise(progress.model, result)
         if progress.history:
-            progress.converged = self._estimator.converged(
-                progress.history[-1], objective, self._tol
-            )
+            progress.converged = self._estimator.converged(progress.history[-1], objective, self._tol)
         progress.history.append(objective)
 
     def _roll_back(self, progress: _Progress, done: RoundResult, number: int) -> bool:

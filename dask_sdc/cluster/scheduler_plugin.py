@@ -193,9 +193,7 @@ class SDCSchedulerPlugin(SchedulerPlugin):
 
     # -- workers go --------------------------------------------------------------------
 
-    def remove_worker(
-        self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any
-    ) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
         """Tell the drivers."""
         self.held.pop(worker, None)
         self.fingerprints.pop(worker, None)
@@ -325,9 +323,7 @@ class SDCSchedulerPlugin(SchedulerPlugin):
                 continue
             nanny = ws.nanny
             logger.warning("Worker %s of domain %r is given up: %s", worker, domain, reason)
-            await self.scheduler.remove_worker(
-                worker, stimulus_id=f"sdc-evict-{time()}", close=not nanny
-            )
+            await self.scheduler.remove_worker(worker, stimulus_id=f"sdc-evict-{time()}", close=not nanny)
             if nanny:
                 task = asyncio.create_task(self._restart(nanny))
                 self._tasks.add(task)

@@ -9,11 +9,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 from distributed import Client, Future, Worker
 from distributed.comm.addressing import get_address_host
+from distributed.worker import get_data_from_worker
 
 from dask_sdc.cluster.scheduler_plugin import SDCSchedulerPlugin
 from dask_sdc.cluster.worker_plugin import SDCWorkerPlugin, identify, run_batch
@@ -37,12 +38,14 @@ from dask_sdc.policy.messages import (
 from dask_sdc.policy.sampling import CoverageSampler
 from dask_sdc.statistics.base import ShardInfo, Statistic
 
-
 #: Seconds between looks at a client that connects, or workers that register.
 _LOOK = 0.1
 
 #: Seconds that a round waits for workers which the scheduler has but which are not set up yet.
 _SETTLE = 10.0
+
+#: Bytes of a frame that are decoded in less time than a hop to another thread and back takes.
+_SMALL = 2**20
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Work:
         Sample shape, dtypes and seed.
     columns : frozenset of str
         Which of weights and target the data have.
+    kind : bytes
+        Same class, sample shape and dtypes: same compiled kernels, and much the same cost.
     """
 
     round: int
@@ -68,6 +73,7 @@ class Work:
     source: Source
     info: ShardInfo
     columns: frozenset[str]
+    kind: bytes
 
     @classmethod
     def of(cls, number: int, statistic: Statistic, source: Source, seed: int) -> Work:
@@ -86,7 +92,8 @@ class Work:
             encode(statistic.init(info))
         except EncodeError as error:
             raise InputError(f"{type(statistic).__name__}.init returned a state that {error}") from error
-        return cls(number, Blob.of(statistic), source, info, columns)
+        kind = repr((type(statistic), info.shape, info.dtype, info.target_shape, sorted(columns)))
+        return cls(number, Blob.of(statistic), source, info, columns, kind.encode())
 
 
 @dataclass
@@ -135,6 +142,12 @@ class Session:
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._waiting: dict[int, tuple[Future[bytes], asyncio.Task[None]]] = {}
         self._warmed: set[tuple[str, bytes]] = set()
+        # Workers that this client has spoken to without the scheduler in between.
+        self._reached: set[str] = set()
+        # Seconds per row, by kind of work.
+        self._costs: dict[bytes, float] = {}
+        # The stream from the scheduler on which all news have come since it was last asked.
+        self._stream: Any = None
         self._news: set[asyncio.Task[None]] = set()
         self._work: Work | None = None
         self._serial = 0
@@ -201,13 +214,17 @@ class Session:
         self._lanes.update({m.domain: m.lane for m in self._members.values()})
 
     async def refresh_members(self) -> None:
-        """Ask again who is there; attaches anew after the scheduler lost its plugins."""
+        """Know who is there; attaches anew after the scheduler lost its plugins."""
+        stream = self.client.scheduler_comm
+        if stream is not None and stream is self._stream and not stream.closed():
+            return  # the same scheduler, and all that happened since was heard
         try:
             state = await self._settled()
         except Exception:
             await self._attach_anew()
         else:
             self._learn(state)
+            self._stream = None if state["coming"] else stream
 
     async def _settled(self) -> Mapping[str, Any]:
         """Return the state of the cluster; workers that have just come get a moment to register."""
@@ -268,6 +285,7 @@ class Session:
                 self._news.add(task)
                 task.add_done_callback(self._news.discard)
             case "left":
+                self._stream = None  # whoever takes its place is waited for
                 self._members.pop(news["worker"], None)
                 if news["gone"]:
                     now = asyncio.get_running_loop().time()
@@ -303,6 +321,16 @@ class Session:
 
     # -- work --------------------------------------------------------------------------
 
+    def expected_cost(self, work: Work) -> float | None:
+        """Return the seconds that a shard of this kind took lately, None if there was none."""
+        cost = self._costs.get(work.kind)
+        return None if cost is None else cost * _mean_rows(work)
+
+    def learn_cost(self, work: Work, seconds: float | None) -> None:
+        """Note the seconds that a shard took."""
+        if seconds is not None:
+            self._costs[work.kind] = seconds / _mean_rows(work)
+
     async def prepare(self, work: Work) -> None:
         """Have every worker compile what this work needs; not counted against deadlines."""
         self._work = work
@@ -313,14 +341,13 @@ class Session:
         for addresses in (hosts.values(), self.addresses()):
             await asyncio.gather(*(self._warm_worker(address, work) for address in addresses))
         # The driver combines.
-        local = ShardExecutor("driver", "", "")
-        if ("driver", kind := self._kernel_kind(work)) not in self._warmed:
+        if ("driver", work.kind) not in self._warmed:
+            local = ShardExecutor("driver", "", "")
             await asyncio.to_thread(local.warm, work.statistic, work.info, work.columns)
-            self._warmed.add(("driver", kind))
+            self._warmed.add(("driver", work.kind))
 
     async def _warm_worker(self, address: str, work: Work) -> None:
-        kind = self._kernel_kind(work)
-        if (address, kind) in self._warmed:
+        if (address, work.kind) in self._warmed:
             return
         try:
             comm = self.client.rpc(address)
@@ -332,14 +359,8 @@ class Session:
             )
         except OSError:
             return  # it left; whoever takes its place is warmed in turn
-        self._warmed.add((address, kind))
-
-    def _kernel_kind(self, work: Work) -> bytes:
-        """Same class, sample shape and dtypes: same compiled kernels."""
-        statistic = type(cloudpickle.loads(work.statistic.data))
-        return repr(
-            (statistic, work.info.shape, work.info.dtype, work.info.target_shape, sorted(work.columns))
-        ).encode()
+        self._warmed.add((address, work.kind))
+        self._reached.add(address)
 
     def dispatch(self, orders: Sequence[Dispatch], work: Work) -> None:
         """Submit batches as one graph and watch each of them."""
@@ -372,8 +393,10 @@ class Session:
     async def _collect(self, order: Dispatch, future: Future[bytes], work: Work) -> None:
         clock = asyncio.get_running_loop().time
         try:
-            frame = await future
-            result = await asyncio.to_thread(open_batch, frame)
+            frame = await self._fetch(future, order.domain)
+            result = (
+                open_batch(frame) if len(frame) <= _SMALL else await asyncio.to_thread(open_batch, frame)
+            )
         except asyncio.CancelledError as error:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
@@ -392,6 +415,19 @@ class Session:
         finally:
             self._waiting.pop(order.batch_id, None)
             future.release()
+
+    async def _fetch(self, future: Future[bytes], domain: str) -> bytes:
+        """Return a result, from its worker itself where that can be reached: half of the hops."""
+        await future.exception()
+        at = [a for a, member in self._members.items() if member.domain == domain and a in self._reached]
+        if future.status == "finished" and len(at) == 1:
+            with contextlib.suppress(OSError):
+                answer: Any = await get_data_from_worker(
+                    self.client.rpc, [future.key], at[0], who=self.client.id
+                )
+                if future.key in answer.get("data", ()):
+                    return cast(bytes, answer["data"][future.key])
+        return cast(bytes, await future)
 
     def cancel(self, batch_ids: Iterable[int]) -> None:
         """Forget batches, whatever they are doing."""
@@ -470,6 +506,10 @@ class Session:
             return open_batch(frame)
         except (OSError, CodecError):
             return None
+
+
+def _mean_rows(work: Work) -> float:
+    return max(1.0, sum(work.source.rows) / work.source.n_shards)
 
 
 def _deal(shards: int, shares: int) -> list[tuple[int, ...]]:

@@ -48,9 +48,7 @@ class SDCWorkerPlugin(WorkerPlugin):
     async def setup(self, worker: Worker) -> None:
         """Register with the scheduler plugin and advertise the labels it returns."""
         identity = identify(worker, self.custom)
-        place = await worker.scheduler.sdc_register(
-            identity=asdict(identity), worker=worker.address
-        )
+        place = await worker.scheduler.sdc_register(identity=asdict(identity), worker=worker.address)
         if self.pin_cores:
             _pin(place["ordinal"], worker.state.nthreads)
         fingerprint = await offload(_settle_environment)
@@ -71,9 +69,7 @@ class SDCWorkerPlugin(WorkerPlugin):
     async def warm(self, blob: bytes, digest: bytes, info: bytes, columns: list[str]) -> float:
         """Compile what a statistic needs, off the event loop (RPC handler)."""
         shard_info: ShardInfo = cloudpickle.loads(info)
-        return await offload(
-            self.executor.warm, Blob(blob, digest), shard_info, frozenset(columns)
-        )
+        return await offload(self.executor.warm, Blob(blob, digest), shard_info, frozenset(columns))
 
     async def run(
         self, statistic: bytes, statistic_digest: bytes, batch: bytes, batch_digest: bytes
@@ -98,9 +94,7 @@ def run_batch(
 ) -> bytes:
     """Task function of every batch; returns the sealed frame."""
     plugin = cast(SDCWorkerPlugin, get_worker().plugins[NAME])
-    return plugin.executor.run(
-        Blob(statistic, statistic_digest), Blob(batch, batch_digest), dependencies
-    )
+    return plugin.executor.run(Blob(statistic, statistic_digest), Blob(batch, batch_digest), dependencies)
 
 
 def identify(worker: Worker, custom: bytes | None = None) -> Identity:
@@ -136,8 +130,7 @@ def _gpu_uuids() -> tuple[str, ...]:
         return tuple(uuids)
     chosen = [entry.strip() for entry in visible.split(",") if entry.strip()]
     return tuple(
-        uuids[int(entry)] if entry.isdigit() and int(entry) < len(uuids) else entry
-        for entry in chosen
+        uuids[int(entry)] if entry.isdigit() and int(entry) < len(uuids) else entry for entry in chosen
     )
 
 

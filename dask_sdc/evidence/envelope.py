@@ -12,7 +12,7 @@ zero a sum of n terms is wrong by at most λ √n u Σ|terms| with probability a
 result. Both sides may be wrong by as much, hence LAMBDA = 2 λ with λ = 8: for a million terms the
 probability of a false alarm is below 5e-8 per element, and in practice far below.
 
-Without a magnitude for a leaf, M is max(|a|, |b|), which no M can be smaller than.
+Without a magnitude for a leaf, M is ``max(|a|, |b|)``, which no M can be smaller than.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LeafError:
         Largest absolute error over the leaf's elements; inf where there is no such number
         (another type, shape or text, or a non-finite element).
     rel_error : float
-        Largest error relative to max(|a|, |b|).
+        Largest error relative to ``max(|a|, |b|)``.
     allowed : float
         Envelope at the element that exceeds its own the most, or comes nearest to it; 0 for exact types.
     outside : int

@@ -248,10 +248,12 @@ def checkpointed_fold(
 
     Parameters
     ----------
-    statistic, payloads, limits
+    statistic, payloads
         See `finite_guarded_fold`.
     checkpoint_after : int
         Number of payloads, 0..n, after which the fold is written to bytes, dropped and rebuilt.
+    limits : Limits, optional
+        Bounds of the decoder.
 
     Raises
     ------

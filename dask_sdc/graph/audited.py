@@ -178,4 +178,3 @@ def _check(
             f"(largest error {comparison.max_abs_error:.3g}); Auditor.accumulate can tell who is wrong",
             shard_id=audit.shard_id,
         )
-

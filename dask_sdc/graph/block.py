@@ -10,7 +10,7 @@ class Block(NamedTuple):
 
     Parameters
     ----------
-    x : array, shape (n, *sample shape)
+    x : array, shape (n, ...)
         Samples. Memory may belong to the reader that loaded it: see
         `dask_sdc.graph.sources.Reader` for how long it is valid.
     weights : array, shape (n,), or None

@@ -189,9 +189,7 @@ class ShardExecutor:
         """Read the shard's block from its source; it is valid until the next load."""
         return reader.load(context.shard_id)
 
-    def update(
-        self, statistic: Statistic, info: ShardInfo, block: Block, context: ShardContext
-    ) -> State:
+    def update(self, statistic: Statistic, info: ShardInfo, block: Block, context: ShardContext) -> State:
         """Return the statistic's state of one block."""
         columns = {k: v for k, v in block._asdict().items() if k != "x" and v is not None}
         return statistic.update(statistic.init(info), block.x, **columns)

@@ -32,7 +32,7 @@ from dask_sdc.exceptions import InputError, InputTypeError
 
 #: Debts are whole multiples of 2**-60, so that they add up without rounding.
 _UNIT = 1 << 60
-#: |audits - rate * shards| stays below this for every domain.
+#: ``|audits - rate * shards|`` stays below this for every domain.
 SHARE_BOUND = 2.0
 #: Shards that are remembered per domain; the ones that came first are forgotten first.
 REMEMBERED = 1 << 16

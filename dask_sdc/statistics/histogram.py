@@ -65,7 +65,7 @@ class Histogram(Statistic):
     Parameters
     ----------
     edges : array_like or sequence of array_like
-        One 1-d array of rising edges: every element of a block (n, *shape) is one sample. A
+        One 1-d array of rising edges: every element of a block ``(n, *shape)`` is one sample. A
         sequence of k such arrays: blocks have shape (n, k).
 
     Raises
@@ -120,7 +120,7 @@ class Histogram(Statistic):
         return {"shape": tuple(info.shape), "total": 0, "counts": counts, "sums": None}
 
     def update(self, state: State, x: Any, weights: Any = None) -> State:
-        """Add a real block of shape (n, *shape), with weights of shape (n,) or none.
+        """Add a real block of shape ``(n, *shape)``, with weights of shape (n,) or none.
 
         Raises
         ------

@@ -100,7 +100,7 @@ class Moments(Statistic):
     Parameters
     ----------
     order : {4, 2}
-        Highest central moment; 2 leaves out M3 and M4 and is a fifth faster. With order 4, |x - mean|
+        Highest central moment; 2 leaves out M3 and M4 and is a fifth faster. With order 4, ``|x - mean|``
         must stay below about 1e76, as its fourth power has to fit in float64.
     skipna : bool
         Whether NaN counts as no sample, per element. Without it NaN is an error at its shard.
@@ -136,7 +136,7 @@ class Moments(Statistic):
         return state | {"min": np.full(shape, _HUGE), "max": np.full(shape, -_HUGE)}
 
     def update(self, state: State, x: Any, weights: Any = None) -> State:
-        """Add a block of shape (n, *shape), with weights of shape (n,) or none.
+        """Add a block of shape ``(n, *shape)``, with weights of shape (n,) or none.
 
         Raises
         ------

@@ -77,7 +77,7 @@ def simulations(
         rate=draw(st.sampled_from([0.0, 0.1, 0.3, 1.0, 1.0])),
         settings=Settings(timeout=5.0, quarantine=draw(st.booleans())),
         losses=draw(st.lists(left, max_size=losses)),
-        refuse={name: "refused" for name in draw(st.sets(st.sampled_from(names)))},
+        refuse=dict.fromkeys(draw(st.sets(st.sampled_from(names))), "refused"),
         bad=draw(st.dictionaries(st.integers(0, 29), st.sampled_from(["violation", "error"]), max_size=1)),
         seed=draw(st.integers(0, 1000)),
         known_cost=draw(st.sampled_from([None, 0.05])),
@@ -131,7 +131,7 @@ def test_audits_cost_what_they_are_asked_for() -> None:
         simulation = Simulation([Machine(place(i)) for i in range(3)], 200, cost=0.001, rate=rate).run()
         record = simulation.round.record
         # The sampler is off by less than 2 audits for each domain.
-        assert abs(record.audited - 200 * rate) < 6 or rate == 1.0 and record.audited == 200
+        assert abs(record.audited - 200 * rate) < 6 or (rate == 1.0 and record.audited == 200)
         assert record.agreed == record.audited and not record.skipped
         assert record.evaluations == 200 + record.audited
 

@@ -143,16 +143,14 @@ def test_rounds_of_an_iterative_fit() -> None:
 # -- time of the policy ----------------------------------------------------------------
 
 
-def drive(domains: int, shards: int, rate: float, *, lanes: int = 16, cost: float | None = None) -> Round:
+def drive(domains: int, shards: int, rate: float, *, lanes: int = 16, cost: float = 0.005) -> Round:
     """Run a round whose batches come back in the order in which they were sent."""
     record = {
-        k: SealedStatistic(k, "ok", 1, payload_of(float(k)), digest(payload_of(float(k))), b"", 0.005)
+        k: SealedStatistic(k, "ok", 1, payload_of(float(k)), digest(payload_of(float(k))), b"", cost)
         for k in range(shards)
     }
     places = [place(i, lane=i % lanes) for i in range(domains)]
-    round_ = Round(
-        0, range(shards), places, CoverageSampler(rate, 1), compare, Settings(timeout=1e9), cost=cost
-    )
+    round_ = Round(0, range(shards), places, CoverageSampler(rate, 1), compare, Settings(timeout=1e9))
     queue = deque(round_.start(0.0))
     now = 0.0
     while not round_.done:
@@ -165,12 +163,12 @@ def drive(domains: int, shards: int, rate: float, *, lanes: int = 16, cost: floa
     return round_
 
 
-def seconds(domains: int, shards: int, rate: float, **kwargs: int) -> float:
+def seconds(domains: int, shards: int, rate: float, *, lanes: int = 16, cost: float = 0.005) -> float:
     """Return the CPU time of the best of two runs."""
     times = []
     for _ in range(2):
         began = time.process_time()
-        round_ = drive(domains, shards, rate, **kwargs)
+        round_ = drive(domains, shards, rate, lanes=lanes, cost=cost)
         times.append(time.process_time() - began)
         assert len(round_.settled) == shards
     return min(times)
@@ -183,7 +181,7 @@ def test_time_grows_with_the_work_and_not_with_its_square(
     few: tuple[int, int], many: tuple[int, int]
 ) -> None:
     # Eight times the work: 8 times the time if it is linear, 64 if it is quadratic.
-    assert seconds(*many, 0.1) < 24 * seconds(*few, 0.1)
+    assert seconds(*many, 0.1, cost=1e-5) < 24 * seconds(*few, 0.1, cost=1e-5)
 
 
 def test_as_many_lanes_as_domains_are_no_slower() -> None:
@@ -192,9 +190,9 @@ def test_as_many_lanes_as_domains_are_no_slower() -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_domains_and_a_hundred_thousand_shards() -> None:
-    # About 0.5 s and 1.2 s on a quiet machine.
+    # About 0.5 s and 1 s on a quiet machine, the simulated workers included.
     assert seconds(10_000, 10_000, 0.1) < 4.0
-    assert seconds(4, 100_000, 0.1) < 8.0
+    assert seconds(4, 100_000, 0.1, cost=1e-5) < 8.0
 
 
 # -- the structures that make it so ----------------------------------------------------
@@ -208,7 +206,7 @@ def roster_of(places: list[Place]) -> Roster:
     return roster
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(st.data())
 def test_the_roster_keeps_its_counts_right(data: st.DataObject) -> None:
     """Against the same questions answered by a look at every domain."""
@@ -272,7 +270,7 @@ def check_roster(roster: Roster) -> None:
         assert roster.partner([one.place]) is wanted
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(st.data())
 def test_the_pool_hands_out_every_shard_once(data: st.DataObject) -> None:
     n, shards = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 20))
@@ -283,7 +281,7 @@ def test_the_pool_hands_out_every_shard_once(data: st.DataObject) -> None:
     waiting = set(range(shards))
     failed: dict[int, set[str]] = {}
     retried: set[int] = set()
-    for _ in range(60):
+    for _ in range(30):
         assert len(pool) == len(waiting)
         domain = roster[f"d{data.draw(st.integers(0, n - 1))}"]
         count = data.draw(st.integers(1, 5))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dask_sdc.exceptions import NoDomainError, ShardError
 from dask_sdc.policy.cases import TOO_FEW
-from dask_sdc.policy.messages import Dispatch, Settings
+from dask_sdc.policy.messages import Settings
 from tests.policy.simulated import FAR, Fault, Loss, Machine, Simulation, place, value_of
 
 
@@ -132,13 +132,16 @@ def test_a_shard_that_kills_domains_is_named() -> None:
 
 
 def test_waiting_work_is_not_held_against_its_shards() -> None:
-    # d0 and d1 die in turn, ever again; whoever only waited there is not charged.
-    losses = [Loss(f"d{i % 2}", 0.4 * i + 0.4, 0.4 * i + 0.5) for i in range(6)]
+    # Every domain dies before it is done with its first batch; the second one only waited.
+    losses = [Loss(f"d{i}", 1.0) for i in range(2)]
     simulation = Simulation(
-        cluster(3), 60, cost=0.3, rate=0.0, losses=losses, known_cost=0.3, settings=Settings(max_retries=7)
+        cluster(3), 60, cost=0.3, rate=0.0, losses=losses, known_cost=0.3, settings=Settings(batch_max=3.0)
     ).run()
     assert_clean(simulation)
-    assert max(simulation.round._attempts.values()) <= 3
+    first = {name: [o for _, o in simulation.sent if o.domain == name][:2] for name in ("d0", "d1")}
+    for running, waiting in first.values():
+        assert {simulation.round._attempts[k] for k in running.shard_ids} == {1}
+        assert {simulation.round._attempts[k] for k in waiting.shard_ids} == {0}
 
 
 def test_nobody_left_is_an_error_after_the_timeout() -> None:
@@ -179,25 +182,51 @@ def test_a_retry_keeps_off_its_auditors_lane_if_it_can() -> None:
     assert len(audits) == len(set(audits)), "expected no audit to be done twice"
 
 
-def test_a_lost_audit_goes_to_somebody_else() -> None:
-    machines = cluster(4, {3: (Fault("failed", roles=frozenset(["audit"])),)})
-    simulation = Simulation(machines, 40, rate=1.0, settings=Settings(timeout=5.0, max_retries=1)).run()
+def test_an_audit_that_is_still_out_on_the_new_primarys_domain_is_void() -> None:
+    # d0 is quick and leaves one record out; d1 computes that shard on a free thread while the
+    # audits of d0's batch, this shard's among them, still run on another.
+    left_out = Fault("dropped", roles=frozenset(["primary"]), times=1)
+    machines = [Machine(place(0), 5.0, (left_out,)), Machine(place(1, slots=4))]
+    simulation = Simulation(
+        machines,
+        40,
+        cost=lambda shard_id: 0.05 if shard_id < 8 else 0.001,
+        rate=1.0,
+        known_cost=0.05,
+        preferred={k: "d0" if k < 8 else "d1" for k in range(40)},
+    ).run()
     assert_clean(simulation)
-    assert not simulation.round.record.skipped
+    (moved,) = (k for _, o in simulation.sent if o.role == "primary" and o.attempt for k in o.shard_ids)
+    assert simulation.round.settled[moved].domain == "d1"
+    asked = [o for _, o in simulation.sent if o.role == "audit" and moved in o.shard_ids]
+    assert [o.domain for o in asked] == ["d1", "d0"]
+    # The void one comes back later than the one that counts.
+    void, heard = (simulation.landed[o.batch_id] for o in asked)
+    assert void.now > heard.now
     assert simulation.round.record.agreed == simulation.round.record.audited == 40
 
 
+@pytest.mark.parametrize("kind", ["failed", "dropped", "misplaced", "error"])
+def test_a_lost_audit_goes_to_somebody_else(kind: str) -> None:
+    # d1 alone is of d0's environment, so it would be asked again and again.
+    prints = ["F", "F", "G", "G"]
+    machines = [Machine(place(i, fingerprint=one)) for i, one in enumerate(prints)]
+    machines[1].faults = (Fault(kind, roles=frozenset(["audit"])),)
+    simulation = Simulation(
+        machines, 1, rate=1.0, preferred={0: "d0"}, settings=Settings(timeout=5.0, max_retries=1)
+    ).run()
+    assert_clean(simulation)
+    assert [o.domain for _, o in simulation.sent if o.role == "audit"] == ["d1", "d2"]
+    assert not simulation.round.record.skipped
+    assert simulation.round.record.agreed == simulation.round.record.audited == 1
+
+
 def test_a_witness_that_raises_is_replaced() -> None:
-    machines = cluster(
-        5,
-        {
-            0: (Fault("persistent"),),
-            **{i: (Fault("error", roles=frozenset(["witness"])),) for i in (1, 2, 3)},
-        },
-    )
-    simulation = Simulation(machines, 20, rate=1.0, preferred=dict.fromkeys(range(20), "d0")).run()
-    assert simulation.error is None and simulation.accused() == {"d0"}
-    assert simulation.values == simulation.clean_values
+    faults = {i: (Fault("error", roles=frozenset(["witness"])),) for i in (2, 3)}
+    machines = cluster(5, {0: (Fault("persistent"),), **faults})
+    simulation = Simulation(machines, 1, rate=1.0, preferred={0: "d0"}).run()
+    assert [o.domain for _, o in simulation.sent if o.role == "witness"] == ["d2", "d3", "d4"]
+    assert simulation.accused() == {"d0"} and simulation.values == simulation.clean_values
 
 
 @pytest.mark.parametrize("kind", ["error", "dropped", "garbled"])

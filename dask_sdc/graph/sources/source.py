@@ -181,11 +181,6 @@ def make_source(data: Any, *, weights: Any = None, target: Any = None, dim: Any 
     -------
     Source
 
-    Notes
-    -----
-    NumPy data travel from the client with every batch that needs them, audits included: give large
-    data as a dask or Zarr array, which workers read from the source.
-
     Raises
     ------
     InputError
@@ -198,6 +193,11 @@ def make_source(data: Any, *, weights: Any = None, target: Any = None, dim: Any 
     -----
     RechunkWarning
         If a dask array had to be rechunked.
+
+    Notes
+    -----
+    NumPy data travel from the client with every batch that needs them, audits included: give large
+    data as a dask or Zarr array, which workers read from the source.
     """
     notes: list[str] = []
     inputs = {"x": data, "weights": weights, "target": target}
