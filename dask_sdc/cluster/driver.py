@@ -142,7 +142,7 @@ class RoundDriver:
         self._tolerances = tolerances
         self._memory = memory
         self._receive = receive
-        self._fold: SealedFold | None = SealedFold(statistic, work.source.n_shards)
+        self._fold: SealedFold | None = SealedFold(statistic, work.source.n_shards, session.limits)
         self._folded: set[int] = set()
         self._errands: set[asyncio.Task[None]] = set()
         self._machine = Round(
@@ -274,7 +274,7 @@ class RoundDriver:
         await self._fold_along()
         fold = self._fold
         if fold is None:
-            fold = SealedFold(self._statistic, self._work.source.n_shards)
+            fold = SealedFold(self._statistic, self._work.source.n_shards, self._session.limits)
             await self._add(fold, self._machine.settled.keys())
         return fold.result()
 
@@ -304,6 +304,7 @@ class RoundDriver:
             rtol=self._tolerances.rtol,
             atol=self._tolerances.atol,
             statistic=self._statistic,
+            limits=self._session.limits,
         )
 
     def _receipt(self, close: Close) -> SDCAuditReceipt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -283,5 +284,5 @@ def check_fit(estimator: Any, max_iter: Any, tol: Any) -> None:
         raise InputError(f"expected an Estimator, got {type(estimator).__name__}")
     if isinstance(max_iter, bool) or not isinstance(max_iter, int) or max_iter < 1:
         raise InputError(f"max_iter: expected an int of at least 1, got {max_iter!r}")
-    if isinstance(tol, bool) or not isinstance(tol, int | float) or not tol >= 0:
+    if isinstance(tol, bool) or not isinstance(tol, int | float) or not 0 <= tol < math.inf:
         raise InputError(f"tol: expected a finite number >= 0, got {tol!r}")

@@ -9,16 +9,19 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import cloudpickle
+import dask
+from dask.utils import parse_bytes
 from distributed import Client, Future, Worker
 from distributed.comm.addressing import get_address_host
 from distributed.worker import get_data_from_worker
 
 from dask_sdc.cluster.scheduler_plugin import SDCSchedulerPlugin
 from dask_sdc.cluster.worker_plugin import SDCWorkerPlugin, identify, run_batch
-from dask_sdc.evidence.codec import encode
+from dask_sdc.evidence.codec import Limits, encode
 from dask_sdc.evidence.seal import SealedBatch, open_batch
 from dask_sdc.exceptions import ClosedError, CodecError, EncodeError, InputError, NoDomainError
 from dask_sdc.graph.audited import Planned
@@ -133,6 +136,7 @@ class Session:
         self.kind = kind
         self.note = ""
         self.quarantined: dict[str, str] = {}
+        self.limits = _limits()
         self._custom = None if custom is None else cloudpickle.dumps(custom)
         self._wanted_lanes = lanes
         self._pin_cores = pin_cores
@@ -394,9 +398,8 @@ class Session:
         clock = asyncio.get_running_loop().time
         try:
             frame = await self._fetch(future, order.domain)
-            result = (
-                open_batch(frame) if len(frame) <= _SMALL else await asyncio.to_thread(open_batch, frame)
-            )
+            opened = partial(open_batch, frame, self.limits)
+            result = opened() if len(frame) <= _SMALL else await asyncio.to_thread(opened)
         except asyncio.CancelledError as error:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
@@ -503,13 +506,24 @@ class Session:
                 batch=batch.data,
                 batch_digest=batch.digest,
             )
-            return open_batch(frame)
+            return open_batch(frame, self.limits)
         except (OSError, CodecError):
             return None
 
 
 def _mean_rows(work: Work) -> float:
     return max(1.0, sum(work.source.rows) / work.source.n_shards)
+
+
+def _limits() -> Limits:
+    """Return the decoder's bounds from ``sdc.codec.limits``."""
+    configured = dask.config.get("sdc.codec.limits")
+    return Limits(
+        max_bytes=parse_bytes(configured["total"]),
+        max_depth=configured["depth"],
+        max_items=configured["items"],
+        max_array_bytes=parse_bytes(configured["array"]),
+    )
 
 
 def _deal(shards: int, shares: int) -> list[tuple[int, ...]]:

@@ -194,7 +194,6 @@ class Roster:
         self._holders: dict[int, Domain] = {}
         self._roles: dict[str, dict[int, Outstanding]] = {}
         self._lanes: Counter[int] = Counter()
-        self._slots = 0
         self._usable = 0
         self._seconds = Mean()
         self._power = 0.0
@@ -224,10 +223,6 @@ class Roster:
     def lanes(self) -> int:
         """Return how many lanes the usable domains are in."""
         return len(self._lanes)
-
-    def slots(self) -> int:
-        """Return the threads of the usable domains."""
-        return self._slots
 
     def power(self) -> float:
         """Return the expected work that the usable domains do in a second, in seconds of a mean thread."""
@@ -272,7 +267,6 @@ class Roster:
             domain.counted = domain.usable
             self._weigh(domain, 1)
             self._usable += sign
-            self._slots += sign * domain.place.slots
             self._lanes[domain.place.lane] += sign
             if not self._lanes[domain.place.lane]:
                 del self._lanes[domain.place.lane]
@@ -311,7 +305,6 @@ class Roster:
             domain = self.domains[place.domain] = Domain(place, barred=barred, last_heard=now)
         elif domain.live:
             self._weigh(domain, -1)
-            self._slots += (place.slots - domain.place.slots) * domain.counted
             domain.place = replace(domain.place, slots=place.slots)
             self._weigh(domain, 1)
         else:

@@ -241,7 +241,7 @@ class Round:
 
     def _check_desolation(self, now: float) -> None:
         """Give up when nobody has been there to work for longer than the timeout."""
-        if len(self._roster) or self._healing.active:
+        if len(self._roster) or self._healing.active or len(self.settled) == self._n:
             self._desolate_since = None
             return
         if self._desolate_since is None:

@@ -139,7 +139,8 @@ class ScatterStatistic(Statistic):
         residual = np.abs(scatter @ check_vector(len(diagonal)) - check)
         if not np.all(residual <= bound):
             worst = int(np.argmax(np.where(np.isnan(residual), np.inf, residual - bound)))
-            yield f"expected scatter @ v within {bound[worst]:.3g} of check, row {worst} is {residual[worst]:.3g} off"
+            off = residual[worst]
+            yield f"expected scatter @ v within {bound[worst]:.3g} of its check, row {worst} is {off:.3g} off"
 
 
 @dataclass(frozen=True)
