@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import dask
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
@@ -33,6 +34,8 @@ Make = Callable[[int], Client]
 def mending() -> Iterator[Client]:
     """Four worker processes whose nannies put back whoever dies."""
     with (
+        # A cluster takes a worker for lost that a loaded machine needs long to start.
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "120s"}),
         LocalCluster(n_workers=4, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):

@@ -8,9 +8,21 @@ from hypothesis import strategies as st
 
 from dask_sdc.policy.cases import Finding
 from dask_sdc.policy.healing import Healing
-from dask_sdc.policy.messages import Dispatch, Event, Heard, Instruction, Quarantine, Quarantined, Settings
+from dask_sdc.policy.messages import (
+    Case,
+    Close,
+    Dispatch,
+    Event,
+    Heard,
+    Instruction,
+    Quarantine,
+    Quarantined,
+    RoundRecord,
+    Settings,
+)
+from dask_sdc.policy.roster import Roster
 from dask_sdc.policy.round import Round
-from dask_sdc.policy.verdict import Outcome
+from dask_sdc.policy.verdict import Decision, Outcome
 from tests.policy.simulated import Fault, Loss, Machine, Simulation, place
 
 HEAL = frozenset(["heal"])
@@ -266,3 +278,23 @@ def test_the_log_has_what_was_healed() -> None:
     last = {step.shard_id: step.domain for step in machine.log if step.what == "computed"}
     assert last == machine.owners()
     assert isinstance(simulation.sent[0][1], Dispatch)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_last_domain_is_not_removed_while_there_is_work(wanted: bool) -> None:
+    # Everything is staged, then the survivors die: the suspect goes only if nobody is needed.
+    roster = Roster({})
+    roster.record = RoundRecord(0, 1, 2)
+    for i in range(2):
+        roster.join(place(i), 0.0)
+    healing = Healing(roster, Settings(), lambda names: {})
+    decision = Decision(Outcome.SUSPECT, ("d1",), reason="witness_agrees_with_audit")
+    assert healing.accuse("d1", Finding(Case(0), decision))
+    roster.leave(roster["d0"])
+    assert healing.step(busy=False, wanted=wanted, now=1.0) is None
+    (answer,) = roster.out
+    if wanted:
+        assert isinstance(answer, Close) and answer.status == "deferred:no_safe_survivor"
+        assert roster["d1"].usable and not healing.active
+    else:
+        assert isinstance(answer, Quarantine) and healing.committing

@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from dask_sdc.statistics.kernels import is_numpy, jit, namespace, to_host
-from dask_sdc.statistics.kernels.pairs import add_pair, divide_pair, exact_product, scaled
+from dask_sdc.statistics.kernels.pairs import add_pair, divide_pair, exact_product, keep_mean, scaled
 from dask_sdc.statistics.kernels.tiles import (
     as_float,
     exact_offset,
@@ -398,6 +398,7 @@ def _merge(a: Any, b: Any, high: Any) -> None:
             )
         m2[i] = (m2[i] + b_m2[i]) + d2 * share
         total, rest = add_pair(s[i], low[i], b_s[i], b_low[i])
+        total, rest = keep_mean(total, rest, wa, wb)
         s[i] = total + rest
         low[i] = rest - (s[i] - total)
         least[i] = min(least[i], b_least[i])

@@ -38,6 +38,22 @@ def divide_pair(high: Any, low: Any, weight: Any) -> Any:
     return quotient, (((high - product) - error) + low) / weight
 
 
+@jit(inline="always")
+def keep_mean(high: Any, low: Any, a: Any, b: Any) -> Any:
+    """Take from the pair what the weights ``a + b`` lose in rounding, times the mean.
+
+    Otherwise a mean far from zero would move by a rounding error of itself with every merge, which
+    is not small against the spread.
+    """
+    weight = a + b
+    back = weight - a
+    lost = (a - (weight - back)) + (b - back)
+    if lost != 0.0:
+        product, error = exact_product(-lost, high / weight)
+        high, low = add_pair(high, low, product, error)
+    return high, low
+
+
 @jit()
 def scaled(mean: Any, weight: Any, rest: Any) -> Any:
     """Return mean * weight + rest as pairs."""
@@ -60,5 +76,6 @@ def merge_sums(s: Any, low: Any, weight: Any, b_s: Any, b_low: Any, b_weight: An
             mean_b, rest_b = divide_pair(b_s[i], b_low[i], b_weight)
             offset[i] = (mean_b - mean_a) + (rest_b - rest_a)
         total, rest = add_pair(s[i], low[i], b_s[i], b_low[i])
+        total, rest = keep_mean(total, rest, weight, b_weight)
         s[i] = total + rest
         low[i] = rest - (s[i] - total)
