@@ -189,9 +189,7 @@ class Session:
             )
         self.note = note if state["kind"] == chosen else f"domains are {state['kind']}s, as set up before"
         await self.client.register_plugin(SDCWorkerPlugin(self._custom, self._pin_cores))
-        self._learn(
-            await self._scheduler.sdc_attach(topic=self._topic, client=self.client.id)
-        )
+        self._learn(await self._scheduler.sdc_attach(topic=self._topic, client=self.client.id))
 
     async def _connected(self) -> None:
         """Wait for a client that has lost its scheduler: it finds it again, or gives up by itself."""
@@ -293,9 +291,7 @@ class Session:
                 self._members.pop(news["worker"], None)
                 if news["gone"]:
                     now = asyncio.get_running_loop().time()
-                    self._events.put_nowait(
-                        DomainLost(news["domain"], f"worker {news['worker']} left", now)
-                    )
+                    self._events.put_nowait(DomainLost(news["domain"], f"worker {news['worker']} left", now))
             case "quarantined":
                 self.quarantined[news["domain"]] = news["reason"]
             case "released":
@@ -406,9 +402,7 @@ class Session:
             self._events.put_nowait(Failed(order.batch_id, f"cancelled: {error}", clock()))
         except CodecError:
             # Nothing of it can be believed, not even who sent it: no voice, as if garbled.
-            unheard = SealedBatch(
-                work.round, order.role, order.attempt, order.domain, "", "", b"", "garbled"
-            )
+            unheard = SealedBatch(work.round, order.role, order.attempt, order.domain, "", "", b"", "garbled")
             self._events.put_nowait(Landed(order.batch_id, unheard, clock()))
         except Exception as error:
             why = f"{type(error).__name__}: {error}"

@@ -199,7 +199,7 @@ def test_bad_data_are_refused_before_any_work(
 
 
 def test_weights_for_a_statistic_without_any_are_refused(auditor: Auditor) -> None:
-    with pytest.raises(InputError, match="Sums.update takes no weights"):
+    with pytest.raises(InputError, match=r"Sums.update takes no weights"):
         auditor.accumulate(Sums(), X, weights=np.ones(len(X)))
     assert not auditor.rounds
 
@@ -386,7 +386,9 @@ def test_domains_that_differ_from_those_in_use_are_refused(auditor: Auditor, clu
     check(auditor.accumulate(Sums(), BLOCKS))
     with (
         Auditor(cluster4, domain="host", seed=1) as other,
-        pytest.raises(InputError, match="'worker', which this cluster already audits with, got domain='host'"),
+        pytest.raises(
+            InputError, match="'worker', which this cluster already audits with, got domain='host'"
+        ),
     ):
         other.accumulate(Sums(), BLOCKS)
     assert len(cluster4.run_on_scheduler(topics)) == 1

@@ -170,7 +170,9 @@ def test_a_shard_that_kills_every_worker_is_named(fresh_cluster: Make) -> None:
 
 def test_without_workers_the_round_gives_up_after_the_timeout(tmp_path: Path) -> None:
     with (
-        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0", auto_restart=False) as cluster,
+        LocalCluster(
+            n_workers=1, threads_per_worker=1, dashboard_address=":0", auto_restart=False
+        ) as cluster,
         Client(cluster) as client,
         Auditor(client, audit_rate=0, seed=1, worker_timeout_s=2) as auditor,
         held_up(auditor, tmp_path, range(32)) as finish,
@@ -222,5 +224,3 @@ def test_a_restart_of_the_workers_during_a_round_costs_retries(whole: Client, tm
         whole.restart(timeout=60)
         check(finish())
     assert not auditor.receipts
-
-

@@ -65,7 +65,9 @@ async def test_labels_are_advertised_on_both_sides(c: Client, s: Scheduler, *wor
 
 
 @gen_cluster(client=True, nthreads=FOUR)
-async def test_the_snapshot_names_every_worker_with_its_place(c: Client, s: Scheduler, *workers: Worker) -> None:
+async def test_the_snapshot_names_every_worker_with_its_place(
+    c: Client, s: Scheduler, *workers: Worker
+) -> None:
     plugin = await install(c)
 
     state = await c.scheduler.sdc_snapshot()
@@ -209,7 +211,7 @@ async def test_a_worker_that_registers_after_it_was_removed_leaves_no_ghost(
     plugin = await install(c)
     identity = {"address": "tcp://127.0.0.1:1", "name": "ghost", "gpus": []}
 
-    with pytest.raises(Exception, match="ghost|127.0.0.1:1"):
+    with pytest.raises(Exception, match=r"ghost|127.0.0.1:1"):
         await plugin.register(identity, "tcp://127.0.0.1:1")
     await plugin.ready("tcp://127.0.0.1:1", "fp")
 
@@ -383,7 +385,9 @@ async def test_embedded_audits_that_nobody_is_apart_for_run_all_the_same(
 
 
 @gen_cluster(client=True, nthreads=FOUR)
-async def test_what_is_remembered_of_results_goes_with_them(c: Client, s: Scheduler, *workers: Worker) -> None:
+async def test_what_is_remembered_of_results_goes_with_them(
+    c: Client, s: Scheduler, *workers: Worker
+) -> None:
     plugin = await install(c)
     futures = c.map(lambda x: x, range(20))
     await wait(futures)

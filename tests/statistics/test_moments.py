@@ -133,8 +133,8 @@ def test_integers_beyond_2_53_keep_their_spread(dtype: str) -> None:
     assert np.array_equal(state["min"], x.min(axis=0).astype(float))
     assert list(Moments().invariants(state)) == []
     wide = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max], dtype)
-    M2 = float(result_of(wide).M2)
-    assert M2 == pytest.approx(2.0**127, rel=1e-14)
+    spread = float(result_of(wide).M2)
+    assert spread == pytest.approx(2.0**127, rel=1e-14)
 
 
 def layouts(x: np.ndarray) -> dict[str, np.ndarray]:
