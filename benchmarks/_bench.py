@@ -12,7 +12,7 @@ A script reads::
         main("audit_cost", measure, __doc__)
 
 Its last line is ``PASS audit_cost: ratio=1.09`` or ``FAIL audit_cost: ratio=1.2 (at most 1.13)``, with exit
-code 0 or 1.
+code 0 or 1; 2 after an exception.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def main(name: str, measure: Callable[[Bench], None], doc: str | None) -> None:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="end within 60 s on two cores")
     bench = Bench(quick=parser.parse_args().quick)
-    start = time.perf_counter()
+    start, crashed = time.perf_counter(), False
     try:
         measure(bench)
     except Exception as error:
@@ -168,9 +168,10 @@ def main(name: str, measure: Callable[[Bench], None], doc: str | None) -> None:
         first = (str(error).splitlines() or [""])[0]
         bench.figures.append(f"{type(error).__name__}: {first}")
         bench.broken.append("error")
+        crashed = True
     bench.say(f"{time.perf_counter() - start:.1f} s")
     # The last line is what a caller reads, so nothing may follow it on either stream.
     sys.stderr.flush()
     verdict = bench.verdict(name)
     bench.say(verdict)
-    sys.exit(0 if verdict.startswith("PASS") else 1)
+    sys.exit(2 if crashed else 0 if verdict.startswith("PASS") else 1)

@@ -69,7 +69,7 @@ class Peer:
         names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
         script = str(Path(__file__).with_name("_peer.py"))
         self._process = subprocess.Popen(
-            [sys.executable, script, name, kind, folder],
+            [sys.executable, "-P", script, name, kind, folder],  # -P: see _bench.py on coverage.py
             env={**os.environ, **dict.fromkeys(names, str(threads))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

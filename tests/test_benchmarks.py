@@ -44,8 +44,8 @@ def run(tmp_path: Path, body: str, *options: str) -> subprocess.CompletedProcess
         ("bench.figure('a', 1); bench.figure('b', 2, at_most=2)", "PASS probe: a=1, b=2", 0),
         ("bench.figure('a', 3, at_most=2); bench.figure('b', 2)", "FAIL probe: a=3 (at most 2), b=2", 1),
         ("pass", "FAIL probe: nothing was measured", 1),
-        ("raise OSError('disk full')", "FAIL probe: OSError: disk full", 1),
-        ("bench.figure('a', 1); raise OSError('full')", "FAIL probe: a=1, OSError: full", 1),
+        ("raise OSError('disk full')", "FAIL probe: OSError: disk full", 2),
+        ("bench.figure('a', 1); raise OSError('full')", "FAIL probe: a=1, OSError: full", 2),
         ("bench.figure('quick', bench.quick)", "PASS probe: quick=False", 0),
     ],
 )

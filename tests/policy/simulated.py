@@ -270,6 +270,7 @@ class Simulation:
                     back = None if returns is None else self.now + returns
                     self._at(self.now + self.latency, self._leave, instruction.domain, back)
                 case Quarantine():
+                    assert not self.round._cases.involve([instruction.domain]), "a case waits for it"
                     self.quarantines.append(instruction.domain)
                     self._at(self.now + self.latency, self._quarantine, instruction.domain)
                 case Close():

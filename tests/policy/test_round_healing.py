@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dask_sdc.evidence.codec import digest
+from dask_sdc.evidence.seal import SealedStatistic
 from dask_sdc.policy.cases import Finding
 from dask_sdc.policy.healing import Healing
 from dask_sdc.policy.messages import (
@@ -23,7 +25,7 @@ from dask_sdc.policy.messages import (
 from dask_sdc.policy.roster import Roster
 from dask_sdc.policy.round import Round
 from dask_sdc.policy.verdict import Decision, Outcome
-from tests.policy.simulated import Fault, Loss, Machine, Simulation, place
+from tests.policy.simulated import Fault, Loss, Machine, Simulation, payload_of, place
 
 HEAL = frozenset(["heal"])
 
@@ -280,16 +282,49 @@ def test_the_log_has_what_was_healed() -> None:
     assert isinstance(simulation.sent[0][1], Dispatch)
 
 
+def roster_of(n: int) -> Roster:
+    roster = Roster({})
+    roster.record = RoundRecord(0, 1, n)
+    for i in range(n):
+        roster.join(place(i), 0.0)
+    return roster
+
+
+def finding_against(name: str) -> Finding:
+    return Finding(Case(0), Decision(Outcome.SUSPECT, (name,), reason="witness_agrees_with_audit"))
+
+
+def heard_from(name: str) -> Heard:
+    sealed = SealedStatistic(0, "ok", 1, payload_of(0.0), digest(payload_of(0.0)))
+    return Heard(sealed, name, "w", "F", "heal", 0)
+
+
+def test_what_a_survivor_staged_is_void_once_it_is_suspected_too() -> None:
+    roster = roster_of(3)
+    healing = Healing(roster, Settings(), lambda names: {0: "d1"} if "d1" in names else {})
+    healing.accuse("d1", finding_against("d1"))
+    assert healing.step(busy=True, wanted=False, now=0.0) is None
+    (first,) = roster.outstanding("heal")
+    roster.take_back(first.order.batch_id)
+    healing.hear(first, {0: heard_from(first.order.domain)})
+    assert healing.step(busy=True, wanted=False, now=1.0) is None and not roster.outstanding("heal")
+    healing.accuse(first.order.domain, finding_against(first.order.domain))
+    assert healing.step(busy=False, wanted=False, now=2.0) is None
+    (second,) = roster.outstanding("heal")
+    assert {"d1", first.order.domain, second.order.domain} == {"d0", "d1", "d2"}
+    roster.take_back(second.order.batch_id)
+    healing.hear(second, {0: heard_from(second.order.domain)})
+    healing.step(busy=False, wanted=False, now=3.0)
+    assert healing.answered("d1", "") is None
+    assert healing.answered(first.order.domain, "") == {0: heard_from(second.order.domain)}
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_last_domain_is_not_removed_while_there_is_work(wanted: bool) -> None:
     # Everything is staged, then the survivors die: the suspect goes only if nobody is needed.
-    roster = Roster({})
-    roster.record = RoundRecord(0, 1, 2)
-    for i in range(2):
-        roster.join(place(i), 0.0)
+    roster = roster_of(2)
     healing = Healing(roster, Settings(), lambda names: {})
-    decision = Decision(Outcome.SUSPECT, ("d1",), reason="witness_agrees_with_audit")
-    assert healing.accuse("d1", Finding(Case(0), decision))
+    assert healing.accuse("d1", finding_against("d1"))
     roster.leave(roster["d0"])
     assert healing.step(busy=False, wanted=wanted, now=1.0) is None
     (answer,) = roster.out
