@@ -497,7 +497,8 @@ class Auditor:
 
     def _source(self, data: Any, weights: Any, target: Any, dim: Any) -> Source:
         if self._sub_chunks is not None and isinstance(data, np.ndarray) and data.ndim:
-            threads = sum(self.client.nthreads().values()) if not self.client.asynchronous else 1
+            # With an asynchronous client this is what it last heard of the scheduler.
+            threads = self.client.scheduler_info().get("total_threads", 1)
             pieces = max(1, min(len(data), self._sub_chunks * max(1, threads)))
             data = np.array_split(data, pieces)
         return make_source(data, weights=weights, target=target, dim=dim)
@@ -508,9 +509,9 @@ class Auditor:
         if source.shared:
             collections = self.client.persist(collections)
             source = source.replace(collections)
-        futures = futures_of(collections)
-        if futures:
-            await wait(futures)
+        pending = [future for future in futures_of(collections) if future.status != "finished"]
+        if pending:
+            await wait(pending)
         return source
 
     async def _homes(self, source: Source) -> dict[int, str]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
-from distributed import Client, Scheduler, Worker, worker_client
+from distributed import Client, Scheduler, Worker
 from distributed.utils_test import gen_cluster
 
 from dask_sdc.cluster.auditor import Auditor
@@ -27,10 +27,10 @@ from dask_sdc.exceptions import (
     NonFiniteError,
     ShardError,
 )
-from dask_sdc.statistics.base import ShardInfo, Statistic
 from dask_sdc.statistics.kmeans import KMeans
 from dask_sdc.statistics.moments import Moments
 from dask_sdc.statistics.regression import LinearRegression
+from tests.cluster.oddities import Fails, Nothing, Strange, Turns, Waits, from_within, tasks, topics
 from tests.cluster.sums import Sums, integer_blocks
 from tests.cluster.waiting import until, until_async
 
@@ -38,6 +38,8 @@ FOUR = [("127.0.0.1", 1)] * 4
 BLOCKS = integer_blocks(16)
 X = np.concatenate(BLOCKS)
 TOTAL = X.sum(axis=0)
+#: The first value of shard 9.
+POISON = float(BLOCKS[9][0, 0])
 
 
 @pytest.fixture
@@ -107,7 +109,7 @@ def test_weights_and_targets(auditor: Auditor) -> None:
     mean = auditor.accumulate(Moments(), X, weights=weights).mean
     np.testing.assert_allclose(mean, np.average(X, axis=0, weights=weights), rtol=1e-12)
     found = auditor.accumulate(LinearRegression(), X, weights=weights, target=target)
-    np.testing.assert_allclose(found.coefficients.ravel(), [1.0, -2.0, 0.5], rtol=1e-9)
+    np.testing.assert_allclose(np.ravel(found.coef), [1.0, -2.0, 0.5], rtol=1e-9)
 
 
 def test_blocks_may_be_empty_and_ragged(auditor: Auditor) -> None:
@@ -177,7 +179,7 @@ def test_bad_arguments_are_refused(cluster4: Client, arguments: dict[str, Any], 
         ([], {}, "empty list"),
         (np.zeros((0, 3)), {}, "sample"),
         ([np.zeros((0, 3))], {}, "sample"),
-        (np.float64(3.0), {}, "sample axis"),
+        (np.array(3.0), {}, "sample axis"),
         ([X[:5], X[5:, :2]], {}, "block 1"),
         ([X[:5], X[5:].astype(str)], {}, "block 1|dtype|type"),
         (da.from_array(X, chunks=50)[da.from_array(X, chunks=50)[:, 0] > 0], {}, "unknown chunk sizes"),
@@ -205,22 +207,8 @@ def test_weights_for_a_statistic_without_any_are_refused(auditor: Auditor) -> No
 
 
 def test_what_is_no_statistic_is_refused(auditor: Auditor) -> None:
-    with pytest.raises(InputTypeError, match="expected a Statistic, got type"):
+    with pytest.raises(InputTypeError, match="expected a Statistic, got ABCMeta"):
         auditor.accumulate(Sums, X)  # type: ignore[arg-type]
-
-
-class Strange(Sums):
-    """Its state is of a type that has no canonical encoding."""
-
-    def init(self, info: ShardInfo) -> Any:
-        return {1, 2}
-
-
-class Turns(Sums):
-    """Its update returns another type than its init."""
-
-    def update(self, state: Any, x: Any) -> Any:
-        return {"n": {1}}
 
 
 def test_states_of_unknown_types_are_refused(auditor: Auditor) -> None:
@@ -230,19 +218,10 @@ def test_states_of_unknown_types_are_refused(auditor: Auditor) -> None:
         auditor.accumulate(Turns(), BLOCKS)
 
 
-class Fails(Sums):
-    """Its update cannot take one of the blocks."""
-
-    def update(self, state: dict[str, Any], x: Any) -> dict[str, Any]:
-        if x[0, 0] == BLOCKS[9][0, 0]:
-            raise ZeroDivisionError("nothing to divide by")
-        return super().update(state, x)
-
-
 def test_an_update_that_raises_names_shard_worker_and_domains(auditor: Auditor) -> None:
     for _ in range(2):
         with pytest.raises(ShardError, match=r"shard 9: .*nothing to divide by") as caught:
-            auditor.accumulate(Fails(), BLOCKS)
+            auditor.accumulate(Fails(POISON), BLOCKS)
         assert caught.value.shard_id == 9
         assert caught.value.domain and caught.value.worker
         assert caught.value.worker in str(caught.value)
@@ -279,14 +258,6 @@ def test_a_closed_auditor_and_a_closed_client_are_refused(shared_cluster4: str) 
         Auditor(client)
 
 
-def tasks(dask_scheduler: Scheduler) -> list[str]:
-    return [str(key) for key in dask_scheduler.tasks]
-
-
-def topics(dask_scheduler: Scheduler) -> dict[str, str]:
-    return dict(dask_scheduler.plugins[NAME].topics)
-
-
 def test_nothing_is_left_on_the_scheduler(cluster4: Client) -> None:
     before = cluster4.run_on_scheduler(tasks)
     with Auditor(cluster4, audit_rate=0.5, seed=1) as auditor:
@@ -302,20 +273,8 @@ def test_nothing_is_left_after_an_error(cluster4: Client) -> None:
     before = cluster4.run_on_scheduler(tasks)
     with Auditor(cluster4, audit_rate=0.5, seed=1) as auditor:
         with pytest.raises(ShardError):
-            auditor.accumulate(Fails(), BLOCKS)
+            auditor.accumulate(Fails(POISON), BLOCKS)
         until(lambda: cluster4.run_on_scheduler(tasks) == before)
-
-
-class Interrupts(Sums):
-    """It takes until a file appears, so that a user interrupts it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def update(self, state: dict[str, Any], x: Any) -> dict[str, Any]:
-        (self.folder / "started").touch()
-        until((self.folder / "go").exists)
-        return super().update(state, x)
 
 
 def test_an_interrupt_leaves_no_task_behind(
@@ -335,7 +294,7 @@ def test_an_interrupt_leaves_no_task_behind(
 
     monkeypatch.setattr(cluster4, "sync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        auditor.accumulate(Interrupts(tmp_path), BLOCKS)
+        auditor.accumulate(Waits(tmp_path), BLOCKS)
     (tmp_path / "go").touch()
 
     until(lambda: cluster4.run_on_scheduler(tasks) == before)
@@ -372,12 +331,6 @@ def test_two_auditors_may_use_one_client_or_two(cluster4: Client, shared_cluster
     assert not any(a.receipts for a in (one, two, three))
 
 
-def from_within(blocks: list[Any]) -> dict[str, Any]:
-    with worker_client() as client, Auditor(client, audit_rate=0.25, seed=1) as auditor:
-        found: dict[str, Any] = auditor.accumulate(Sums(), blocks)
-        return found
-
-
 def test_an_auditor_may_be_used_within_a_task(cluster4: Client) -> None:
     check(cluster4.submit(from_within, BLOCKS, pure=False).result(60))
 
@@ -405,7 +358,7 @@ def test_an_asynchronous_client() -> None:
             check(await c.compute(graph))
             assert not (await auditor.screen(repeats=1)).outliers
             with pytest.raises(ShardError, match="shard 9"):
-                await auditor.accumulate(Fails(), BLOCKS)
+                await auditor.accumulate(Fails(POISON), BLOCKS)
             del graph
             await until_async(lambda: not s.tasks)
         await auditor.close()
@@ -498,22 +451,6 @@ def test_defaults_come_from_the_configuration(cluster4: Client, tmp_path: Path) 
 def test_a_bad_default_is_refused_like_a_bad_argument(cluster4: Client) -> None:
     with dask.config.set({"sdc.audit-rate": 2}), pytest.raises(InputError, match="rate"):
         Auditor(cluster4)
-
-
-class Nothing(Statistic):
-    """A statistic that adds nothing up."""
-
-    def init(self, info: ShardInfo) -> None:
-        return None
-
-    def update(self, state: None, x: Any) -> None:
-        return None
-
-    def combine(self, a: None, b: None) -> None:
-        return None
-
-    def finalize(self, state: None) -> str:
-        return "nothing"
 
 
 def test_a_state_may_be_none(auditor: Auditor) -> None:

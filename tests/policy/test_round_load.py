@@ -190,7 +190,7 @@ def test_as_many_lanes_as_domains_are_no_slower() -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_domains_and_a_hundred_thousand_shards() -> None:
-    # About 0.5 s and 1 s on a quiet machine, the simulated workers included.
+    # Measured with ten other processes on two cores: 1.3 s and 1.9 s; the simulated workers come on top.
     assert seconds(10_000, 10_000, 0.1) < 4.0
     assert seconds(4, 100_000, 0.1, cost=1e-5) < 8.0
 
@@ -310,10 +310,13 @@ def test_the_pool_hands_out_every_shard_once(data: st.DataObject) -> None:
 
 def test_a_domain_takes_its_own_shards_first_and_then_helps_whoever_has_most() -> None:
     roster = roster_of([place(i) for i in range(3)])
-    homes = {0: "d0", 1: "d0", 2: "d1", 3: "d2", 4: "d2", 5: "d2"}
-    pool = Pool(range(8), homes, roster.find)
-    taken = [pool.take(roster["d0"], 2) for _ in range(4)]
-    assert taken == [[0, 1], [6, 7], [3, 4], [2]] or taken == [[0, 1], [6, 7], [3, 4], [5]]
+    homes = {0: "d0", 1: "d0", 2: "d1", 3: "d1", 4: "d1", 5: "d2", 6: "d2"}
+    pool = Pool(range(9), homes, roster.find)
+    assert pool.take(roster["d0"], 5) == [0, 1]
+    assert pool.take(roster["d0"], 5) == [7, 8]  # nobody's
+    assert pool.take(roster["d1"], 2) == [2, 3]
+    assert pool.take(roster["d0"], 5) == [5, 6]  # d2 has more left than d1
+    assert pool.take(roster["d0"], 5) == [4]
 
 
 def test_a_tick_costs_nothing_between_looks() -> None:

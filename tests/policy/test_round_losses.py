@@ -115,19 +115,19 @@ def test_a_shard_that_kills_domains_is_named() -> None:
 
     class Deadly(Simulation):
         def _seconds(self, shard_id: int) -> float:
-            return super()._seconds(shard_id) + 1e6 * (shard_id == 10)
+            return super()._seconds(shard_id) + 1e6 * (shard_id == 333)
 
         def _work(self, machine: Machine) -> None:
             begun = {o.batch_id for o in machine.queue}
             super()._work(machine)
             begun -= {o.batch_id for o in machine.queue}
-            deadly = [o for _, o in self.sent if o.batch_id in begun and 10 in o.shard_ids]
+            deadly = [o for _, o in self.sent if o.batch_id in begun and 333 in o.shard_ids]
             if deadly:
                 name = machine.place.domain
                 self._at(self.now + 0.01, self._leave, name, self.now + 0.5)
 
-    simulation = Deadly(cluster(6), 60, rate=0.1, known_cost=0.05).run()
-    assert isinstance(simulation.error, ShardError) and simulation.error.shard_id == 10
+    simulation = Deadly(cluster(6), 600, cost=0.005, rate=0.1, known_cost=0.005).run()
+    assert isinstance(simulation.error, ShardError) and simulation.error.shard_id == 333
     assert "failed 4 times" in str(simulation.error)
 
 

@@ -183,11 +183,9 @@ def _strip(
             at = offset + g * stride
             # Few rows of a wide block: the strip to the right comes next.
             ahead = at + (_AHEAD * stride if steps > _FEW or stride == width else width)
-            for c in range(0, width, 8):
-                _prefetch(flat, ahead + c)
-                _prefetch(flat, ahead + stride + c)
-                _prefetch(flat, ahead + 2 * stride + c)
-                _prefetch(flat, ahead + 3 * stride + c)
+            for u in range(4):  # row by row: rising addresses are worth half of the speed
+                for c in range(0, width, 8):
+                    _prefetch(flat, ahead + u * stride + c)
             _rows(
                 flat, at, stride, width, 4, weights, row + g * group[LANES], group, skipna, high, pilot, lanes
             )
