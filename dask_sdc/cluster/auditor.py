@@ -564,7 +564,12 @@ def _positive(name: str, value: Any) -> int:
 
 def _timeout(value: Any) -> float:
     if isinstance(value, str):
-        value = parse_timedelta(value)
+        try:
+            value = parse_timedelta(value)
+        except (KeyError, ValueError) as error:
+            raise InputError(
+                f"worker_timeout_s: expected seconds or a time as 5min, got {value!r}"
+            ) from error
     seconds = _tolerance("worker_timeout_s", value)
     if seconds == 0:
         raise InputError("worker_timeout_s: expected a positive number of seconds, got 0")

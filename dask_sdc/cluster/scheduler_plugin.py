@@ -130,6 +130,7 @@ class SDCSchedulerPlugin(SchedulerPlugin):
         """Hold a newcomer at the door while a quarantine is in force: it may be the suspect."""
         if self.quarantined:
             self._hold(worker)
+        self._publish(op="coming", worker=worker)
 
     async def register(self, identity: Mapping[str, Any], worker: str) -> dict[str, Any]:
         """Give a worker its domain, lane and labels (RPC of the worker plugin).

@@ -23,7 +23,7 @@ from dask_sdc.cluster.scheduler_plugin import SDCSchedulerPlugin
 from dask_sdc.cluster.worker_plugin import SDCWorkerPlugin, identify, run_batch
 from dask_sdc.evidence.codec import Limits, encode
 from dask_sdc.evidence.seal import SealedBatch, open_batch
-from dask_sdc.exceptions import ClosedError, CodecError, EncodeError, InputError, NoDomainError
+from dask_sdc.exceptions import ClosedError, CodecError, EncodeError, InputError, LimitExceeded, NoDomainError
 from dask_sdc.graph.audited import Planned
 from dask_sdc.graph.execute import Assignment, BatchContext, Blob, ShardExecutor, accepted_columns
 from dask_sdc.graph.layers import BatchTask, batch_graph
@@ -45,7 +45,7 @@ from dask_sdc.statistics.base import ShardInfo, Statistic
 _LOOK = 0.1
 
 #: Seconds that a round waits for workers which the scheduler has but which are not set up yet.
-_SETTLE = 10.0
+_SETTLE = 30.0
 
 #: Bytes of a frame that are decoded in less time than a hop to another thread and back takes.
 _SMALL = 2**20
@@ -155,6 +155,8 @@ class Session:
         self._news: set[asyncio.Task[None]] = set()
         self._work: Work | None = None
         self._serial = 0
+        # Workers that were waited for and did not register.
+        self._missing = 0
 
     # -- attaching ---------------------------------------------------------------------
 
@@ -226,7 +228,8 @@ class Session:
             await self._attach_anew()
         else:
             self._learn(state)
-            self._stream = None if state["coming"] else stream
+            self._missing = min(self._missing, state["coming"])
+            self._stream = stream
 
     async def _settled(self) -> Mapping[str, Any]:
         """Return the state of the cluster; workers that have just come get a moment to register."""
@@ -235,7 +238,10 @@ class Session:
             state: Mapping[str, Any] = await self._scheduler.sdc_attach(
                 topic=self._topic, client=self.client.id
             )
-            if not state["coming"] or time.monotonic() > deadline:
+            if state["coming"] <= self._missing:
+                return state
+            if time.monotonic() > deadline:
+                self._missing = state["coming"]  # and no later round waits for them
                 return state
             await asyncio.sleep(_LOOK)
 
@@ -278,6 +284,8 @@ class Session:
     def _hear(self, event: tuple[float, Mapping[str, Any]]) -> None:
         news = event[1]
         match news["op"]:
+            case "coming":
+                self._stream = None  # whoever starts a round asks again, and waits for it
             case "joined":
                 self._members[news["worker"]] = _Member(
                     news["domain"], news["lane"], news["nthreads"], news["fingerprint"]
@@ -400,6 +408,9 @@ class Session:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
             self._events.put_nowait(Failed(order.batch_id, f"cancelled: {error}", clock()))
+        except LimitExceeded as error:
+            # Too large is not damaged: nobody is accused of it.
+            self._events.put_nowait(Failed(order.batch_id, str(error), clock()))
         except CodecError:
             # Nothing of it can be believed, not even who sent it: no voice, as if garbled.
             unheard = SealedBatch(work.round, order.role, order.attempt, order.domain, "", "", b"", "garbled")

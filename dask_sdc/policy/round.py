@@ -250,7 +250,9 @@ class Round:
         if waited > self.settings.timeout / 10 and self._roster.pardon():
             return
         domains = self._roster.domains.values()
-        if waited > self.settings.timeout or all(d.barred and not (d.failing and d.live) for d in domains):
+        # Where nobody ever was, somebody may come yet.
+        hopeless = all(d.barred and not (d.failing and d.live) for d in domains) if domains else False
+        if waited > self.settings.timeout or hopeless:
             states = {d.name: d.barred or "gone" for d in domains}
             raise NoDomainError(
                 f"expected a live failure domain to compute {self._n - len(self.settled)} "

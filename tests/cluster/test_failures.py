@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -13,16 +14,16 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Scheduler, Worker
+from distributed.utils_test import gen_cluster
 
 from dask_sdc.cluster.auditor import Auditor
-from dask_sdc.cluster.worker_plugin import NAME
 from dask_sdc.exceptions import AuditWarning, NoDomainError, ShardError
 from dask_sdc.faults.plan import Fault, FaultPlan
 from dask_sdc.faults.plugin import FaultInjector, delivered
-from dask_sdc.statistics.base import ShardInfo
+from tests.cluster.oddities import Slow, produced
 from tests.cluster.sums import Sums, integer_blocks
-from tests.cluster.waiting import until
+from tests.cluster.waiting import until, until_async
 
 BLOCKS = integer_blocks()
 TOTAL = np.concatenate(BLOCKS).sum(axis=0)
@@ -99,27 +100,6 @@ def test_a_worker_that_freezes_in_a_role_is_given_up(fresh_cluster: Make, role: 
     assert {d for r in auditor.receipts for d in r.suspected_domains} <= {"2"}
 
 
-class Slow(Sums):
-    """Sums whose shards are held up, on one worker or on all, until a file appears."""
-
-    def __init__(self, folder: Path, shard_ids: frozenset[int]) -> None:
-        self.folder = folder
-        self.shard_ids = shard_ids
-
-    def init(self, info: ShardInfo) -> dict[str, Any]:
-        return {**super().init(info), "shard": info.shard_id}
-
-    def update(self, state: dict[str, Any], x: Any) -> dict[str, Any]:
-        shard = state["shard"]
-        if shard in self.shard_ids and not (self.folder / "go").exists():
-            (self.folder / f"started-{shard}-{os.getpid()}").touch()
-            until((self.folder / "go").exists)
-        return {**super().update(state, x), "shard": 0}
-
-    def combine(self, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-        return {**super().combine(a, b), "shard": 0}
-
-
 @contextmanager
 def held_up(auditor: Auditor, folder: Path, shard_ids: Iterable[int]) -> Iterator[Callable[[], Any]]:
     """Accumulate in a thread; yield, once a shard is held up, a function that lets it go and waits."""
@@ -162,24 +142,27 @@ def test_a_signal_from_outside_costs_a_retry(fresh_cluster: Make, tmp_path: Path
 def test_a_shard_that_kills_every_worker_is_named(fresh_cluster: Make) -> None:
     client = fresh_cluster(3)
     with Auditor(client, audit_rate=0, seed=1, max_retries=2) as auditor:
-        inject(client, Fault("killed", "compute", shard=7))
+        # Late, so that what was done before it has come back and takes no part of the blame.
+        inject(client, Fault("delayed", shard=7, delay=0.5), Fault("killed", shard=7))
         with pytest.raises(ShardError, match="shard 7: failed 3 times") as caught:
             auditor.accumulate(Sums(), BLOCKS)
     assert caught.value.shard_id == 7
 
 
 def test_without_workers_the_round_gives_up_after_the_timeout(tmp_path: Path) -> None:
-    with (
-        LocalCluster(
-            n_workers=1, threads_per_worker=1, dashboard_address=":0", auto_restart=False
-        ) as cluster,
-        Client(cluster) as client,
-        Auditor(client, audit_rate=0, seed=1, worker_timeout_s=2) as auditor,
-        held_up(auditor, tmp_path, range(32)) as finish,
-    ):
-        os.kill(started(tmp_path)[0], signal.SIGKILL)
-        with pytest.raises(NoDomainError, match="32 remaining shards, got none for 2"):
-            finish()
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2)
+    async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
+        async with Auditor(c, audit_rate=0, seed=1, worker_timeout_s=1) as auditor:
+            slow = Slow(tmp_path, frozenset(range(1, 32)))
+            done = asyncio.ensure_future(auditor.accumulate(slow, BLOCKS))
+            await until_async(lambda: len(started(tmp_path)) == 2)
+            for worker in workers:
+                await s.remove_worker(worker.address, stimulus_id="test")
+            (tmp_path / "go").touch()
+            with pytest.raises(NoDomainError, match=r"remaining shards, got none for 1\.\d s"):
+                await done
+
+    run()
 
 
 # -- workers that come -----------------------------------------------------------------------------
@@ -190,19 +173,14 @@ def test_a_worker_that_joins_in_the_middle_is_used(fresh_cluster: Make, tmp_path
     with (
         pytest.warns(AuditWarning, match="no audit"),
         Auditor(client, audit_rate=0.25, seed=1) as auditor,
-        held_up(auditor, tmp_path, {0}) as finish,
+        held_up(auditor, tmp_path, {1}) as finish,
     ):
         client.cluster.scale(2)
-        # The first worker is held up in shard 0, so that only the newcomer can do another.
+        # The first worker is held up in shard 1, so that only the newcomer can do another.
         until(lambda: "1" in client.run_on_scheduler(produced))
         check(finish())
 
     assert auditor.rounds[0].domains == 1
-
-
-def produced(dask_scheduler: Any) -> list[str]:
-    """Domains that have computed something."""
-    return list(dask_scheduler.plugins[NAME]._produced)
 
 
 # -- restarts --------------------------------------------------------------------------------------

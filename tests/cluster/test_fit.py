@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, MutableMapping
-from contextvars import Context
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import zarr
-from distributed import Client, Worker, default_client
+from distributed import Client
 
 from dask_sdc.cluster.auditor import Auditor
 from dask_sdc.cluster.fit import FitResult
@@ -24,9 +24,10 @@ from dask_sdc.evidence.codec import encode
 from dask_sdc.exceptions import CheckpointError, InputError, InputTypeError
 from dask_sdc.faults.plan import Fault, FaultPlan
 from dask_sdc.faults.plugin import FaultInjector
-from dask_sdc.statistics.base import Estimator, State
+from dask_sdc.statistics.base import Estimator, State, Statistic
 from dask_sdc.statistics.kmeans import KMeans
 from dask_sdc.statistics.mixture import GaussianMixture
+from tests.cluster.oddities import Gated, flip
 from tests.cluster.sums import Sums
 from tests.cluster.waiting import until
 
@@ -105,17 +106,25 @@ def test_the_seed_of_the_estimator_decides_not_that_of_the_auditor(
 
 
 def test_a_block_that_changes_in_memory_between_rounds_is_computed_again(
-    cluster4: Client, clean: dict[str, FitResult]
+    cluster4: Client, clean: dict[str, FitResult], tmp_path: Path
 ) -> None:
     data = persisted(cluster4)
     key = data.__dask_keys__()[5][0]
+    estimator = Pausing(2, covariance_type="diag", seed=3, folder=tmp_path)
 
-    with Auditor(cluster4, audit_rate=0.1, seed=1) as auditor:
-        fitted = auditor.fit(Spoiling(2, covariance_type="diag", seed=3, key=key), data, max_iter=8, tol=0)
-        receipts = list(auditor.receipts)
+    with Auditor(cluster4, audit_rate=0.1, seed=1) as auditor, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(auditor.fit, estimator, data, max_iter=8, tol=0)
+        try:
+            until(lambda: (tmp_path / "started").exists() or done.done())
+            assert sum(cluster4.run(flip, key=key).values()) == 1
+        finally:
+            (tmp_path / "go").touch()
+        fitted = done.result(60)
 
     assert fingerprint(fitted) == fingerprint(clean["mixture"])
-    assert [r.mismatch_reason for r in receipts] == ["the persisted input block changed in memory"]
+    reasons = {r.mismatch_reason for r in auditor.receipts}
+    assert reasons == {"the persisted input block changed in memory"}
+    assert {r.shard_id for r in auditor.receipts} == {5}
     assert not auditor.quarantined
     np.testing.assert_array_equal(data.blocks[5].compute(), BLOCKS[5])
 
@@ -127,30 +136,16 @@ def persisted(client: Client) -> Any:
 
 
 @dataclass(frozen=True)
-class Spoiling(GaussianMixture):
-    """A mixture whose driver has a bit flipped in a worker's memory after three rounds."""
+class Pausing(GaussianMixture):
+    """A mixture whose fourth round waits until a file appears."""
 
-    key: Any = None
+    folder: Path = Path()
     rounds: list[int] = field(default_factory=list)
 
-    def maximise(self, model: State, result: Any) -> State:
+    def statistic(self, model: State) -> Statistic:
         self.rounds.append(1)
-        if len(self.rounds) == 3:
-            # In a context of its own: that of the fit belongs to the client's event loop.
-            hit = Context().run(default_client().run, flip, key=self.key)
-            assert sum(hit.values()) == 1
-        return super().maximise(model, result)
-
-
-def flip(dask_worker: Worker, key: Any) -> int:
-    """Flip one bit of a block in this worker's memory; return how many blocks were hit."""
-    block = dask_worker.data.get(key)
-    if block is None:
-        return 0
-    spoilt = block.copy()
-    spoilt.view(np.uint8)[0, 6] ^= 1
-    dask_worker.data[key] = spoilt
-    return 1
+        statistic = super().statistic(model)
+        return Gated(statistic, self.folder) if len(self.rounds) == 4 else statistic
 
 
 # -- checkpoints -------------------------------------------------------------------------------

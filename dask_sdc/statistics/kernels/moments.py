@@ -76,14 +76,13 @@ def _rows(
     width: Any,
     rows: Any,
     weights: Any,
-    row: Any,
-    group: Any,
+    spread: Any,
     skipna: Any,
     high: Any,
     pilot: Any,
     lanes: Any,
 ) -> Any:
-    """Add ``rows`` (a constant) rows of ``width`` lanes that start at ``flat[at]``."""
+    """Add ``rows`` (a constant) rows of ``width`` lanes that start at ``flat[at]``, with weights ``spread``."""
     for c in range(width):
         s = lanes[_SUM * _STRIDE + c]
         low = lanes[_LOW * _STRIDE + c]
@@ -112,7 +111,7 @@ def _rows(
             d2 = d * d
             w2 = d2
             if weights is not None:
-                w = weights[np.uint64(row + u * group[LANES]) + np.uint64(group[c])]
+                w = spread[u * LANES + c]
                 term = w * d  # about the pilot, as rounding w * v would not be small against d
                 w2 = w * d2
                 if skipna is not None:
@@ -155,51 +154,63 @@ def _flush(lanes: Any, width: Any) -> Any:
             lanes[(_WEIGHT + k) * _STRIDE + c] = 0.0
 
 
+@jit(inline="always")
+def _spread(weights: Any, first: Any, rows: Any, columns: Any, width: Any, out: Any) -> None:
+    """Write the weight of each lane of ``rows`` rows, of which the first sample is ``first``."""
+    per_step = width // columns
+    for u in range(rows):
+        for k in range(per_step):
+            w = weights[first + u * per_step + k]
+            for c in range(columns):
+                out[u * LANES + k * columns + c] = w
+
+
 def _strip(
     flat: Any,
     offset: Any,
     stride: Any,
-    steps: Any,
-    width: Any,
-    tail: Any,
+    n: Any,
+    columns: Any,
+    per_step: Any,
     weights: Any,
     row: Any,
-    group: Any,
     skipna: Any,
     high: Any,
     pilot: Any,
     lanes: Any,
 ) -> Any:
-    """Add ``steps`` rows of ``width`` lanes, and ``tail`` lanes of one more row.
+    """Add ``n`` samples of ``columns`` <= LANES neighbouring columns, ``per_step`` samples to a row of lanes.
 
-    Lane ``c`` of step ``g`` is ``flat[offset + g * stride + c]``; its sample is
-    ``row + g * group[LANES] + group[c]``. ``weights``, ``skipna`` and ``high`` are None or not:
-    Numba compiles away what is None.
+    Lane ``c`` of row ``g`` is ``flat[offset + g * stride + c]``; the first sample has ``weights[row]``.
+    ``weights``, ``skipna`` and ``high`` are None or not: Numba compiles away what is None.
     """
+    width, steps = per_step * columns, n // per_step
+    spread = np.empty(4 * LANES)
     g = 0
     while g < steps:
         end = min(g + STEPS, steps)
-        while g + 4 <= end:
-            at = offset + g * stride
-            # Few rows of a wide block: the strip to the right comes next.
-            ahead = at + (_AHEAD * stride if steps > _FEW or stride == width else width)
-            for u in range(4):  # row by row: rising addresses are worth half of the speed
-                for c in range(0, width, 8):
-                    _prefetch(flat, ahead + u * stride + c)
-            _rows(
-                flat, at, stride, width, 4, weights, row + g * group[LANES], group, skipna, high, pilot, lanes
-            )
-            g += 4
         while g < end:
-            at = offset + g * stride
-            _rows(
-                flat, at, stride, width, 1, weights, row + g * group[LANES], group, skipna, high, pilot, lanes
-            )
-            g += 1
+            at, rows = offset + g * stride, 4 if g + 4 <= end else 1
+            if weights is not None:
+                _spread(weights, row + g * per_step, rows, columns, width, spread)
+            if rows == 4:
+                # Few rows of a wide block: the strip to the right comes next.
+                ahead = at + (_AHEAD * stride if steps > _FEW or stride == width else width)
+                for u in range(4):  # row by row: rising addresses are worth half of the speed
+                    for c in range(0, width, 8):
+                        _prefetch(flat, ahead + u * stride + c)
+                _rows(flat, at, stride, width, 4, weights, spread, skipna, high, pilot, lanes)
+            else:
+                _rows(flat, at, stride, width, 1, weights, spread, skipna, high, pilot, lanes)
+            g += rows
         _flush(lanes, width)
-    at = offset + steps * stride
-    _rows(flat, at, stride, tail, 1, weights, row + steps * group[LANES], group, skipna, high, pilot, lanes)
-    _flush(lanes, tail)
+    rest = n - steps * per_step
+    if rest > 0:
+        if weights is not None:
+            _spread(weights, row + steps * per_step, 1, columns, rest * columns, spread)
+        at = offset + steps * stride
+        _rows(flat, at, stride, rest * columns, 1, weights, spread, skipna, high, pilot, lanes)
+        _flush(lanes, rest * columns)
 
 
 # Contraction to fused multiply-adds is safe where TwoSum sees no product, that is without weights.
@@ -230,47 +241,15 @@ def _add(
     pilot: Any,
     lanes: Any,
 ) -> Any:
-    """Add ``n`` samples of ``columns`` <= LANES neighbouring columns; narrow rows share a step."""
-    group = np.zeros(LANES + 1, np.int64)
+    """Do as `_strip`, with ``stride`` from sample to sample and one pilot per column."""
     centre = np.empty(LANES)
-    width = per_step * columns
-    for c in range(width):
-        group[c] = c // columns
+    for c in range(per_step * columns):
         centre[c] = pilot[c % columns]
-    group[LANES] = per_step
-    steps, tail = n // per_step, (n % per_step) * columns
+    step = per_step * stride
     if weights is None:
-        _strip_fused(
-            flat,
-            offset,
-            per_step * stride,
-            steps,
-            width,
-            tail,
-            weights,
-            row,
-            group,
-            skipna,
-            high,
-            centre,
-            lanes,
-        )
+        _strip_fused(flat, offset, step, n, columns, per_step, weights, row, skipna, high, centre, lanes)
     else:
-        _strip_exact(
-            flat,
-            offset,
-            per_step * stride,
-            steps,
-            width,
-            tail,
-            weights,
-            row,
-            group,
-            skipna,
-            high,
-            centre,
-            lanes,
-        )
+        _strip_exact(flat, offset, step, n, columns, per_step, weights, row, skipna, high, centre, lanes)
 
 
 @jit()
@@ -349,18 +328,31 @@ def _pilot(flat: Any, offset: Any, stride: Any, rows: Any, columns: Any, pilot: 
 
 @jit()
 def _whole(flat: Any, n: Any, p: Any, weights: Any, skipna: Any, high: Any, rows: Any, out: Any) -> None:
-    """Central moments of a C-contiguous block, strip by strip of columns; pilots come from ``rows``."""
-    lanes, pilot = np.empty(_ACCUMULATORS * _STRIDE), np.empty(LANES)
-    for first in range(0, p, LANES):
-        columns = min(LANES, p - first)
-        per_step = LANES // columns if columns == p else 1
-        _pilot(flat, first, p, rows, columns, pilot)
-        for _ in range(2):
-            _reset(lanes)
-            _add(flat, first, p, n, columns, per_step, weights, 0, skipna, high, pilot, lanes)
+    """Central moments of a C-contiguous block; pilots come from ``rows``.
+
+    Wide blocks are read a few rows at a time, strip by strip of columns: in the order of memory.
+    """
+    strips, chunk = (p + LANES - 1) // LANES, n if p <= LANES else min(n, _FEW)
+    per_step = LANES // p if p <= LANES else 1
+    kept = strips if n > chunk else 1
+    lanes, pilot = np.empty((kept, _ACCUMULATORS * _STRIDE)), np.empty(p)
+    for begin in range(0, n, chunk):
+        size = min(chunk, n - begin)
+        for strip in range(strips):
+            first, mine = strip * LANES, lanes[strip % kept]
+            columns = min(LANES, p - first)
+            if begin == 0:
+                _pilot(flat, first, p, rows, columns, pilot[first:])
+                _reset(mine)
+            at = begin * p + first
+            _add(flat, at, p, size, columns, per_step, weights, begin, skipna, high, pilot[first:], mine)
+            if begin + size < n:
+                continue
             weighted, skips = weights is not None, skipna is not None
-            if not _columns(lanes, n, per_step, columns, weighted, skips, pilot, out, first):
-                break
+            if _columns(mine, n, per_step, columns, weighted, skips, pilot[first:], out, first):
+                _reset(mine)
+                _add(flat, first, p, n, columns, per_step, weights, 0, skipna, high, pilot[first:], mine)
+                _columns(mine, n, per_step, columns, weighted, skips, pilot[first:], out, first)
 
 
 @jit()
