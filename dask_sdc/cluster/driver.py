@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, TypeVar
 
 from dask_sdc.cluster.session import Session, Work
@@ -143,7 +144,7 @@ class RoundDriver:
         self._memory = memory
         self._receive = receive
         self._fold: SealedFold | None = SealedFold(statistic, work.source.n_shards, session.limits)
-        self._folded: set[int] = set()
+        self._folded = 0
         self._errands: set[asyncio.Task[None]] = set()
         self._machine = Round(
             work.round,
@@ -265,22 +266,25 @@ class RoundDriver:
         """Fold what has settled since the last time, while workers go on."""
         if self._machine.replaced:
             self._fold = None  # a folded result was replaced: all is folded anew at the end
-        fresh = self._machine.settled.keys() - self._folded
+        # Shards settle at the end of the mapping and none ever leaves it.
+        fresh = len(self._machine.settled) - self._folded
         if self._fold is not None and fresh:
             await self._add(self._fold, fresh)
-            self._folded |= fresh
+            self._folded += fresh
 
     async def _folded_state(self) -> State:
         await self._fold_along()
         fold = self._fold
         if fold is None:
             fold = SealedFold(self._statistic, self._work.source.n_shards, self._session.limits)
-            await self._add(fold, self._machine.settled.keys())
+            await self._add(fold, len(self._machine.settled))
         return fold.result()
 
-    async def _add(self, fold: SealedFold, shard_ids: Collection[int]) -> None:
-        records = [self._machine.settled[shard_id].record for shard_id in shard_ids]
-        await self._memory.fold.run(_add_records, fold, records, units=len(records))
+    async def _add(self, fold: SealedFold, last: int) -> None:
+        """Add the results that settled last."""
+        settled = self._machine.settled
+        records = [settled[shard_id].record for shard_id in islice(reversed(settled), last)]
+        await self._memory.fold.run(_add_records, fold, records, units=last)
 
     def _remember(self) -> None:
         machine = self._machine

@@ -427,8 +427,9 @@ class Round:
             self.record.recomputed += 1
             drawn_for, lane = self._cases.displace(shard_id)
             owing.add(drawn_for)
-            # One that was lost twice may be the cause, and is kept from spoiling others.
-            self._pool.put_back(shard_id, domain, lane, alone=self._attempts[shard_id] > 1)
+            # On its last two tries it is alone: it may be the cause, and must not spoil others.
+            last = max(1, self.settings.max_retries - 1)
+            self._pool.put_back(shard_id, domain, lane, alone=self._attempts[shard_id] >= last)
         for name in owing - {""}:
             self.sampler.refund(name, 1)  # its audit vouches for another domain now
 

@@ -24,13 +24,14 @@ from dask_sdc.exceptions import (
     ClosedError,
     InputError,
     InputTypeError,
+    NoDomainError,
     NonFiniteError,
     ShardError,
 )
 from dask_sdc.statistics.kmeans import KMeans
 from dask_sdc.statistics.moments import Moments
 from dask_sdc.statistics.regression import LinearRegression
-from tests.cluster.oddities import Fails, Nothing, Strange, Turns, Waits, from_within, tasks, topics
+from tests.cluster.oddities import Fails, Nothing, Slow, Strange, Turns, Waits, from_within, tasks, topics
 from tests.cluster.sums import Sums, integer_blocks
 from tests.cluster.waiting import until, until_async
 
@@ -418,6 +419,21 @@ async def test_a_cluster_without_workers_is_an_error(c: Client, s: Scheduler) ->
     async with Auditor(c, seed=1) as auditor:
         with pytest.raises(Exception, match="expected a cluster with workers"):
             await auditor.accumulate(Sums(), BLOCKS)
+
+
+def test_without_workers_a_round_gives_up_after_the_timeout(tmp_path: Path) -> None:
+    @gen_cluster(client=True, nthreads=FOUR[:2])
+    async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
+        async with Auditor(c, audit_rate=0, seed=1, worker_timeout_s=1) as auditor:
+            done = asyncio.ensure_future(auditor.accumulate(Slow(tmp_path, frozenset(range(1, 16))), BLOCKS))
+            await until_async(lambda: len(list(tmp_path.glob("started-*"))) >= 1)
+            for worker in workers:
+                await s.remove_worker(worker.address, stimulus_id="test")
+            (tmp_path / "go").touch()
+            with pytest.raises(NoDomainError, match=r"remaining shards, got none for 1\.\d s"):
+                await done
+
+    run()
 
 
 # -- accounts ----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -14,16 +13,15 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, Scheduler, Worker
-from distributed.utils_test import gen_cluster
+from distributed import Client, LocalCluster
 
 from dask_sdc.cluster.auditor import Auditor
-from dask_sdc.exceptions import AuditWarning, NoDomainError, ShardError
+from dask_sdc.exceptions import AuditWarning, ShardError
 from dask_sdc.faults.plan import Fault, FaultPlan
 from dask_sdc.faults.plugin import FaultInjector, delivered
 from tests.cluster.oddities import Slow, produced
 from tests.cluster.sums import Sums, integer_blocks
-from tests.cluster.waiting import until, until_async
+from tests.cluster.waiting import until
 
 BLOCKS = integer_blocks()
 TOTAL = np.concatenate(BLOCKS).sum(axis=0)
@@ -147,22 +145,6 @@ def test_a_shard_that_kills_every_worker_is_named(fresh_cluster: Make) -> None:
         with pytest.raises(ShardError, match="shard 7: failed 3 times") as caught:
             auditor.accumulate(Sums(), BLOCKS)
     assert caught.value.shard_id == 7
-
-
-def test_without_workers_the_round_gives_up_after_the_timeout(tmp_path: Path) -> None:
-    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2)
-    async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
-        async with Auditor(c, audit_rate=0, seed=1, worker_timeout_s=1) as auditor:
-            slow = Slow(tmp_path, frozenset(range(1, 32)))
-            done = asyncio.ensure_future(auditor.accumulate(slow, BLOCKS))
-            await until_async(lambda: len(started(tmp_path)) == 2)
-            for worker in workers:
-                await s.remove_worker(worker.address, stimulus_id="test")
-            (tmp_path / "go").touch()
-            with pytest.raises(NoDomainError, match=r"remaining shards, got none for 1\.\d s"):
-                await done
-
-    run()
 
 
 # -- workers that come -----------------------------------------------------------------------------

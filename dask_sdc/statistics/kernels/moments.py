@@ -82,7 +82,7 @@ def _rows(
     pilot: Any,
     lanes: Any,
 ) -> Any:
-    """Add ``rows`` (a constant) rows of ``width`` lanes that start at ``flat[at]``, with weights ``spread``."""
+    """Add ``rows`` (a constant) rows of ``width`` lanes from ``flat[at]`` on, with weights ``spread``."""
     for c in range(width):
         s = lanes[_SUM * _STRIDE + c]
         low = lanes[_LOW * _STRIDE + c]
