@@ -110,6 +110,10 @@ def test_pilot_rows_may_mislead() -> None:
     x = np.random.default_rng(3).normal(size=(100_000, 2))
     x[np.linspace(0, len(x) - 1, 16).astype(int), 0] = 1e8
     assert_exact(state_of(x), x, None, 1e-14)
+    wide = np.tile(x[:600], (1, 65))
+    wide[np.linspace(0, 599, 16).astype(int), 100] = -1e8
+    assert_exact(state_of(wide), wide, None, 1e-14)
+    assert state_of(np.asfortranarray(wide))["M4"].tobytes() == state_of(wide)["M4"].tobytes()
     ramp = np.arange(100_000.0).reshape(-1, 1)
     assert_exact(state_of(ramp), ramp, None, 1e-14)
 
