@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
+from dask_sdc.cluster.inputs import InputBook, Reading
 from dask_sdc.cluster.session import Session, Work
 from dask_sdc.evidence.envelope import Comparison, compare_payloads
 from dask_sdc.evidence.fold import SealedFold
 from dask_sdc.evidence.receipts import SDCAuditReceipt, make_receipt
 from dask_sdc.evidence.seal import SealedBatch, SealedStatistic, failed_statistic
+from dask_sdc.exceptions import CorruptionError
 from dask_sdc.policy.messages import (
     Abort,
     Cancel,
@@ -87,25 +89,36 @@ class Memory:
         Which domain computed a shard.
     barred : dict of str to str
         Domains that this call uses no more.
-    inputs : dict of int to bytes
-        Digest of each shard's input block, as first seen.
+    inputs : InputBook
+        Digests of the shards' input blocks.
     fold : Pace
         Of folding one shard.
     """
 
     preferred: dict[int, str] = field(default_factory=dict)
     barred: dict[str, str] = field(default_factory=dict)
-    inputs: dict[int, bytes] = field(default_factory=dict)
+    inputs: InputBook = field(default_factory=InputBook)
     fold: Pace = field(default_factory=Pace)
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round ends with: the folded state, its records and who is not vouched for."""
+    """What a round ends with.
+
+    Attributes
+    ----------
+    state : State
+        The folded state.
+    record : RoundRecord
+    machine : Round
+    spoiled : int or None
+        The first earlier round of the call in which an input was read wrongly, as is known now.
+    """
 
     state: State
     record: RoundRecord
     machine: Round
+    spoiled: int | None = None
 
 
 class RoundDriver:
@@ -184,7 +197,8 @@ class RoundDriver:
             self._session.cancel_all()
             self._machine.record.seconds = time.perf_counter() - started
         self._remember()
-        return RoundResult(state, self._machine.record, self._machine)
+        spoiled, self._memory.inputs.spoiled = self._memory.inputs.spoiled, None
+        return RoundResult(state, self._machine.record, self._machine, spoiled)
 
     def _execute(self, instructions: list[Instruction]) -> None:
         orders = [i for i in instructions if isinstance(i, Dispatch)]
@@ -217,33 +231,96 @@ class RoundDriver:
     # -- inputs ------------------------------------------------------------------------
 
     async def _check_inputs(self, event: Landed) -> Landed:
-        """Compare each shard's input with what it was when it was first read.
+        """Compare each shard's input with what others saw of it.
 
-        A persisted block that changed in memory is dropped, so that Dask computes it again, and
-        its shard is tried anew. What was read from its source and is not the same any more is a
-        violation: of the domain that read it, or of the data if others see the same.
+        A persisted block that may have changed in memory is dropped, so that Dask computes it again,
+        and its shard is tried anew. Who read its source wrongly shows a violation.
         """
-        records = []
+        records, void = [], set()
         for record in event.result.records:
-            if not record.input_digest:
+            reading = self._judge_input(record, event.result)
+            if reading is Reading.SOUND:
                 records.append(record)
-                continue
-            known = self._memory.inputs.setdefault(record.shard_id, record.input_digest)
-            if record.input_digest == known:
-                records.append(record)
-            elif keys := self._work.source.locality[record.shard_id]:
-                # Before the round hears of it, so that no shard is tried with the old block again.
-                await self._session.refresh(keys)
-                self._machine.record.mismatches += 1
-                self._receive(self._changed_in_memory(record, event.result, known))
-            else:
-                note = f"input digest {record.input_digest.hex()}, expected {known.hex()} as first read"
+            elif reading is Reading.WRONG:
+                known = self._memory.inputs.other(record.shard_id, record.input_digest)
+                note = f"input digest {record.input_digest.hex()}, expected {known.hex()} as others read it"
                 records.append(replace(record, status="violation", notes=(note,)))
-        return replace(event, result=replace(event.result, records=tuple(records)))
+            else:
+                void.add(record.shard_id)
+                await self._read_again(record, event.result)
+        return replace(event, result=replace(event.result, records=tuple(records)), void=frozenset(void))
 
-    def _changed_in_memory(
-        self, record: SealedStatistic, batch: SealedBatch, known: bytes
+    def _judge_input(self, record: SealedStatistic, batch: SealedBatch) -> Reading:
+        if not record.input_digest:
+            return Reading.SOUND
+        persisted = bool(self._work.source.locality[record.shard_id])
+        reading, exposed = self._memory.inputs.judge(
+            record.shard_id,
+            record.input_digest,
+            batch.domain,
+            role=batch.role,
+            audited=self._machine.audits(record.shard_id),
+            persisted=persisted,
+            number=self._work.round,
+        )
+        if batch.role == "primary" and not persisted:
+            for name in exposed:
+                self._expose(name, record, batch)
+        return reading
+
+    async def _read_again(self, record: SealedStatistic, batch: SealedBatch) -> None:
+        """Have a shard's input read once more, from a fresh block if it is a persisted one."""
+        keys = self._work.source.locality[record.shard_id]
+        if not keys:
+            return
+        # Before the round hears of it, so that no shard is tried with the old block again.
+        if not await self._session.refresh(keys):
+            raise CorruptionError(
+                f"shard {record.shard_id}: its block changed in memory and cannot be computed again, "
+                f"since it was scattered (read by domain {batch.domain}, worker {batch.worker})",
+                shard_id=record.shard_id,
+                domain=batch.domain,
+                worker=batch.worker,
+            )
+        self._machine.record.mismatches += 1
+        self._receive(
+            self._receipt_of_input(
+                record,
+                batch,
+                reason="the persisted input block changed in memory",
+                healed="every replica of the block was dropped and computed again",
+            )
+        )
+
+    def _expose(self, name: str, record: SealedStatistic, batch: SealedBatch) -> None:
+        """Name who read a shard's source wrongly before, as two others show.
+
+        What it did since its last clean audit is done again where that is possible.
+        """
+        if name in self._machine.record.suspects:
+            return
+        self._machine.record.suspects.append(name)
+        self._machine.record.mismatches += 1
+        self._receive(
+            self._receipt_of_input(
+                record,
+                batch,
+                reason=f"domain {name} read another input before",
+                healed="rounds that it may have spoiled are done again",
+                suspects=(name,),
+            )
+        )
+
+    def _receipt_of_input(
+        self,
+        record: SealedStatistic,
+        batch: SealedBatch,
+        *,
+        reason: str,
+        healed: str,
+        suspects: tuple[str, ...] = (),
     ) -> SDCAuditReceipt:
+        other = self._memory.inputs.other(record.shard_id, record.input_digest)
         return make_receipt(
             record,
             record,
@@ -251,11 +328,12 @@ class RoundDriver:
             primary_batch=batch,
             audit_batch=batch,
             verdict="mismatch",
-            mismatch_reason="the persisted input block changed in memory",
+            suspected_domains=suspects,
+            mismatch_reason=reason,
             decided={
                 "input_digest": record.input_digest.hex(),
-                "first_input_digest": known.hex(),
-                "healed": "every replica of the block was dropped and computed again",
+                "other_input_digest": other.hex(),
+                "healed": healed,
             },
             decided_at=time.time(),
         )

@@ -168,7 +168,7 @@ class Fit:
         progress.starts[number] = (progress.model, list(progress.history))
         statistic = self._estimator.statistic(progress.model)
         done = await self._run_round(statistic, self._memory)
-        if done.record.suspects and self._roll_back(progress, done, number):
+        if self._roll_back(progress, done, number):
             return
         await self._pace.run(self._advance, progress, statistic, done.state)
         self._forget_safe_starts(progress)
@@ -185,12 +185,15 @@ class Fit:
     def _roll_back(self, progress: _Progress, done: RoundResult, number: int) -> bool:
         """Go back to the first round that a suspect may have spoiled, if that is an earlier one."""
         suspects = done.record.suspects
-        first = self._books.taint.rollback_round(suspects)
+        tainted = self._books.taint.rollback_round(suspects) if suspects else None
         self._books.taint.forget(suspects)
-        earlier = [start for start in progress.starts if first is not None and start >= first]
-        if not earlier or min(earlier) >= number:
+        first = min((r for r in (tainted, done.spoiled) if r is not None), default=number)
+        forgotten = done.spoiled is not None and done.spoiled < min(progress.starts)
+        earlier = [start for start in progress.starts if start >= first]
+        if min(earlier) >= number and not forgotten:
             return False
-        progress.model, history = progress.starts[min(earlier)]
+        # How a round began that was thought safe is forgotten: then all is done again.
+        progress.model, history = (None, []) if forgotten else progress.starts[min(earlier)]
         progress.history = list(history)
         for start in earlier:
             del progress.starts[start]

@@ -11,6 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from itertools import count
 from time import time
 from typing import Any
 
@@ -56,6 +57,9 @@ class SDCSchedulerPlugin(SchedulerPlugin):
         # outlives its result here, since others may have been made from it.
         self._produced: defaultdict[str, dict[Any, None]] = defaultdict(dict)
         self._producers: defaultdict[Any, set[str]] = defaultdict(set)
+        # Numbers of the workers of each host, for disjoint cores.
+        self._seats: defaultdict[str, set[int]] = defaultdict(set)
+        self._seated: dict[str, tuple[str, int]] = {}
         # Embedded tasks that wait for a worker with their labels.
         self._unplaced: dict[Any, None] = {}
         self._placing = False
@@ -148,8 +152,17 @@ class SDCSchedulerPlugin(SchedulerPlugin):
             self._hold(worker)
             self._publish(op="refused", domain=domain, worker=worker)
             labels = {}
-        neighbours = self.scheduler.host_info[self.scheduler.workers[worker].host]["addresses"]
-        return {"domain": domain, "labels": labels, "ordinal": sorted(neighbours).index(worker)}
+        return {"domain": domain, "labels": labels, "ordinal": self._seat(worker)}
+
+    def _seat(self, worker: str) -> int:
+        """Give a worker a number that no other one of its host has."""
+        host = self.scheduler.workers[worker].host
+        taken = self._seats[host]
+        if worker not in self._seated:
+            seat = next(i for i in count() if i not in taken)
+            taken.add(seat)
+            self._seated[worker] = (host, seat)
+        return self._seated[worker][1]
 
     def _domain(self, worker: str) -> str | None:
         return self.domains.domain(worker) if worker in self.domains else None
@@ -197,6 +210,8 @@ class SDCSchedulerPlugin(SchedulerPlugin):
     def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
         """Tell the drivers."""
         self.held.pop(worker, None)
+        if (place := self._seated.pop(worker, None)) is not None:
+            self._seats[place[0]].discard(place[1])
         self.fingerprints.pop(worker, None)
         domain = self.domains.remove(worker)
         if domain is None:
@@ -284,8 +299,10 @@ class SDCSchedulerPlugin(SchedulerPlugin):
         return {"workers": workers, "dropped": len(tainted)}
 
     async def refresh(self, keys: Iterable[Any]) -> int:
-        """Drop every replica of some results, so that Dask computes them again."""
-        return await self._drop(list(keys))
+        """Drop every replica of some results, so that Dask computes them again; return of how many it can."""
+        known = [key for key in keys if (ts := self.scheduler.tasks.get(key)) and ts.run_spec]
+        await self._drop(known)
+        return len(known)
 
     async def _drop(self, keys: list[Any]) -> int:
         dropped = 0

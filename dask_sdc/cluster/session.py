@@ -238,7 +238,7 @@ class Session:
             state: Mapping[str, Any] = await self._scheduler.sdc_attach(
                 topic=self._topic, client=self.client.id
             )
-            if state["coming"] <= self._missing:
+            if state["workers"] and state["coming"] <= self._missing:
                 return state
             if time.monotonic() > deadline:
                 self._missing = state["coming"]  # and no later round waits for them
@@ -476,9 +476,9 @@ class Session:
         self.quarantined[domain] = why
         return ""
 
-    async def refresh(self, keys: Sequence[Any]) -> None:
-        """Have Dask compute some results again."""
-        await self._scheduler.sdc_refresh(keys=list(keys))
+    async def refresh(self, keys: Sequence[Any]) -> int:
+        """Have Dask compute some results again; return of how many it can."""
+        return int(await self._scheduler.sdc_refresh(keys=list(keys)))
 
     async def release(self, domain: str) -> None:
         """Lift a quarantine; held workers of the domain join again."""

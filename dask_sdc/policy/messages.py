@@ -15,11 +15,12 @@ from dask_sdc.policy.verdict import Decision, Voice
 
 @dataclass(frozen=True)
 class Landed:
-    """A batch came back."""
+    """A batch came back; the records of ``void`` shards were taken out through no fault of its domain."""
 
     batch_id: int
     result: SealedBatch
     now: float
+    void: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

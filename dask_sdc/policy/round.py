@@ -132,6 +132,10 @@ class Round:
         """Measured seconds per shard."""
         return self._roster.cost
 
+    def audits(self, shard_id: int) -> bool:
+        """Say whether a shard's result is being compared with another one."""
+        return shard_id in self._cases
+
     def owners(self) -> dict[int, str]:
         """Return the domain of every settled shard."""
         return {shard_id: one.domain for shard_id, one in self.settled.items()}
@@ -344,7 +348,7 @@ class Round:
             if r.shard_id in asked
         }
         self._learn(heard.values(), self._roster[order.domain], event.now - outstanding.since)
-        if len(heard) < len(order.shard_ids):
+        if len(heard) + len(event.void) < len(order.shard_ids):
             self._fail(order.domain, LEFT_OUT)
         if order.role == "primary":
             self._primaries(outstanding, heard)

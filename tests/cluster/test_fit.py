@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -64,7 +66,8 @@ def clean(shared_cluster4: str) -> dict[str, FitResult]:
 
 
 @pytest.mark.parametrize(
-    ("name", "estimator", "max_iter"), [("mixture", MIXTURE, 8), ("kmeans", KMeans(2, seed=3), 6)]
+    ("name", "estimator", "max_iter"),
+    [("mixture", MIXTURE, 8), pytest.param("kmeans", KMeans(2, seed=3), 6, marks=pytest.mark.slow)],
 )
 def test_a_healed_fit_is_that_of_a_clean_cluster(
     fresh_cluster: Make, clean: dict[str, FitResult], name: str, estimator: Estimator, max_iter: int
@@ -116,7 +119,7 @@ def test_a_block_that_changes_in_memory_between_rounds_is_computed_again(
         done = pool.submit(auditor.fit, estimator, data, max_iter=8, tol=0)
         try:
             until(lambda: (tmp_path / "started").exists() or done.done())
-            assert sum(cluster4.run(flip, key=key).values()) == 1
+            assert any(cluster4.run(flip, key=key).values())
         finally:
             (tmp_path / "go").touch()
         fitted = done.result(60)
@@ -146,6 +149,92 @@ class Pausing(GaussianMixture):
         self.rounds.append(1)
         statistic = super().statistic(model)
         return Gated(statistic, self.folder) if len(self.rounds) == 4 else statistic
+
+
+@dataclass(frozen=True)
+class Halting(GaussianMixture):
+    """A mixture whose driver stops between two rounds until a file appears."""
+
+    folder: Path = Path()
+    rounds: list[int] = field(default_factory=list)
+
+    def maximise(self, model: State, result: Any) -> State:
+        self.rounds.append(1)
+        if len(self.rounds) == 3:
+            (self.folder / "halted").touch()
+            until((self.folder / "go").exists, 110)
+        else:
+            time.sleep(0.05)  # what takes longer than this is called in a thread, beside the event loop
+        return super().maximise(model, result)
+
+
+class Outside:
+    """A scheduler and three workers in processes of their own."""
+
+    def __init__(self, port: int) -> None:
+        self.address = f"tcp://127.0.0.1:{port}"
+        self.processes = [
+            _dask("scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"),
+            *(
+                _dask(
+                    "worker",
+                    self.address,
+                    "--name",
+                    str(i),
+                    "--nthreads",
+                    "1",
+                    "--no-dashboard",
+                    "--no-nanny",
+                )
+                for i in range(3)
+            ),
+        ]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def _dask(*arguments: str) -> subprocess.Popen[bytes]:
+    root = str(Path(__file__).parents[2])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    return subprocess.Popen([sys.executable, "-m", "dask", *arguments], env=env)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_fit_outlives_the_scheduler(clean: dict[str, FitResult], tmp_path: Path) -> None:
+    port = free_port()
+    outside = Outside(port)
+    estimator = Halting(2, covariance_type="diag", seed=3, folder=tmp_path)
+    try:
+        with (
+            Client(outside.address, timeout=60, set_as_default=False) as client,
+            Auditor(client, audit_rate=0.1, seed=1) as auditor,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            client.wait_for_workers(3, timeout=60)
+            done = pool.submit(auditor.fit, estimator, BLOCKS, max_iter=8, tol=0)
+            try:
+                until(lambda: (tmp_path / "halted").exists() or done.done())
+                outside.kill()
+                outside = Outside(port)
+                client.wait_for_workers(3, timeout=60)
+            finally:
+                (tmp_path / "go").touch()
+            fitted = done.result(60)
+    finally:
+        outside.kill()
+
+    assert fingerprint(fitted) == fingerprint(clean["mixture"])
+    assert len(auditor.rounds) == 9
+
+
+def free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
 
 
 # -- checkpoints -------------------------------------------------------------------------------

@@ -28,10 +28,10 @@ def inject(client: Client, *faults: Fault) -> None:
     ("kind", "where"),
     [
         ("one_bit", "compute"),
-        ("nan", "compute"),
+        pytest.param("nan", "compute", marks=pytest.mark.slow),
         ("one_bit", "sealed"),
         ("one_bit", "model"),
-        ("one_bit", "frame"),
+        pytest.param("one_bit", "frame", marks=pytest.mark.slow),
         ("one_bit", "input"),
     ],
 )

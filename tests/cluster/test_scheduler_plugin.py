@@ -122,6 +122,20 @@ async def test_the_topics_of_a_client_go_with_it(c: Client, s: Scheduler, *worke
     await until_async(lambda: set(plugin.topics) == {"mine"})
 
 
+@gen_cluster(client=True, nthreads=FOUR)
+async def test_workers_of_a_host_are_numbered_and_numbers_are_used_again(
+    c: Client, s: Scheduler, *workers: Worker
+) -> None:
+    plugin = await install(c)
+    seats = {w.address: plugin._seat(w.address) for w in workers}
+    assert sorted(seats.values()) == [0, 1, 2, 3]
+
+    await s.remove_worker(workers[1].address, stimulus_id="test")
+    async with another_worker(s, "new") as one, another_worker(s, "newer") as two:
+        await until_async(lambda: {one.address, two.address} <= plugin.fingerprints.keys())
+        assert {plugin._seat(one.address), plugin._seat(two.address)} == {seats[workers[1].address], 4}
+
+
 # -- quarantine ------------------------------------------------------------------------------
 
 
