@@ -241,7 +241,7 @@ def _check_depth(depth: int) -> None:
 
 def _put_array(value: np.ndarray[Any, Any], out: list[_Bytes], depth: int) -> None:
     out.append(_array_head(b"a", value.dtype, value.shape))
-    elements = value.astype(_canonical_dtype(value.dtype), order="C", copy=False)
+    elements = _big_endian(value)
     # join() takes the buffer as it is, which saves big arrays a copy
     big = value.nbytes >= _BIG_ARRAY
     out.append(elements.reshape(-1).view(np.uint8).data if big else elements.tobytes())
@@ -250,7 +250,18 @@ def _put_array(value: np.ndarray[Any, Any], out: list[_Bytes], depth: int) -> No
 def _put_scalar(value: np.generic, out: list[_Bytes], depth: int) -> None:
     array = np.asarray(value)
     out.append(_array_head(b"g", array.dtype, ()))
-    out.append(array.astype(_canonical_dtype(array.dtype), copy=False).tobytes())
+    out.append(_big_endian(array).tobytes())
+
+
+def _big_endian(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if array.dtype.kind in "mM":
+        array = array.view(_integer_of(array.dtype))
+    return array.astype(array.dtype.newbyteorder(">"), order="C", copy=False)
+
+
+def _integer_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the integers behind times; NumPy 2.4 does not swap bytes when it casts times without a unit."""
+    return np.dtype(np.int64).newbyteorder(dtype.byteorder)
 
 
 @lru_cache(maxsize=1024)
@@ -473,7 +484,11 @@ def _get_array(reader: _Reader, depth: int) -> np.ndarray[Any, Any]:
     if wire.kind in "bU":
         _check_elements(buffer[start : start + nbytes], wire)
     # Always a copy: the result must be writable and must not keep the payload alive.
-    array: np.ndarray[Any, Any] = np.ndarray(shape, wire, buffer, start).astype(native)
+    array = np.empty(shape, native)
+    if wire.kind in "mM":
+        array.view(np.int64)[...] = np.ndarray(shape, _integer_of(wire), buffer, start)
+    else:
+        array[...] = np.ndarray(shape, wire, buffer, start)
     return array
 
 

@@ -3,8 +3,8 @@
 Each kernel stresses one part of a machine: multipliers and vector units, reductions, the
 transcendental functions, integer units, memory cells and lines, comparisons and moves. All
 inputs come from the seed alone, so that two machines with equal environments must return equal
-digests (the environment includes the threads of the BLAS, on which matrix products depend), and
-another seed tries other operands: silicon that fails does so for few of them
+digests, whatever the number of threads that the BLAS may use. Another seed tries other operands:
+silicon that fails does so for few of them
 (P. H. Hochschild et al., "Cores that don't count", HotOS 2021). Kernels run on the host.
 """
 
@@ -43,6 +43,9 @@ class Size:
     words: int
 
 
+#: Order of the tiles of matrix products: the work of one is what OpenBLAS leaves to one thread.
+_TILE = 64
+
 #: "short" takes a few tens of milliseconds for all kernels together, "long" a few seconds.
 SIZES: Mapping[str, Size] = MappingProxyType(
     {
@@ -54,15 +57,12 @@ SIZES: Mapping[str, Size] = MappingProxyType(
 
 def matmul_f64(rng: np.random.Generator, size: Size) -> Answer:
     """Product of two square matrices in float64."""
-    a, b = _uniform(rng, 2 * size.order**2).reshape(2, size.order, size.order)
-    return a @ b
+    return _product(_uniform(rng, 2 * size.order**2), size.order)
 
 
 def matmul_f32(rng: np.random.Generator, size: Size) -> Answer:
     """Product of two square matrices in float32."""
-    shape = (2, size.order, size.order)
-    a, b = _uniform(rng, 2 * size.order**2).astype(np.float32).reshape(shape)
-    return a @ b
+    return _product(_uniform(rng, 2 * size.order**2).astype(np.float32), size.order)
 
 
 def reductions(rng: np.random.Generator, size: Size) -> Answer:
@@ -247,6 +247,17 @@ def _uniform(rng: np.random.Generator, n: int) -> NDArray[np.float64]:
 
 def _words(rng: np.random.Generator, n: int) -> NDArray[np.uint64]:
     return rng.integers(0, 1 << 64, n, np.uint64)
+
+
+def _product(x: Answer, order: int) -> Answer:
+    """Multiply two square matrices in tiles, which are too small for the BLAS to use several threads.
+
+    How it splits larger products between threads may change from call to call.
+    """
+    tile = min(_TILE, order)
+    a, b = x.reshape(2, order // tile, tile, order // tile, tile).swapaxes(2, 3)
+    product = sum(a[:, k, None] @ b[None, k] for k in range(order // tile))
+    return np.asarray(product).swapaxes(1, 2).reshape(order, order)
 
 
 def _transcendental(x: Answer) -> Answer:

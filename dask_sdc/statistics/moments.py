@@ -222,15 +222,17 @@ class Moments(Statistic):
         )
         mean, size = s / w, np.maximum(np.abs(least), np.abs(greatest))
         slack = 4 * _U * size
+        # Powers of small numbers lose their bits long before they are zero.
+        lost = w * np.finfo(np.float64).tiny
         yield from _where("min <= mean", least - slack <= mean)
         yield from _where("mean <= max", mean <= greatest + slack)
         yield from _where("M2 >= 0", M2 >= 0)
         with np.errstate(over="ignore"):
             # Popoviciu 1935: the variance is at most a quarter of the squared range.
-            most = w * (greatest - least + slack) ** 2 / 4
+            most = w * (greatest - least + slack) ** 2 / 4 + lost
             yield from _where("M2 <= weight * (max - min)**2 / 4", _at_most(M2, most))
             if "M4" in state:
-                M3, fourth = state["M3"][some], state["M4"][some] + w * slack**4
+                M3, fourth = state["M3"][some], state["M4"][some] + w * slack**4 + lost
                 yield from _where("M2**2 <= weight * M4", _at_most(M2 / w, np.sqrt(fourth / w)))
                 most = np.sqrt(M2 + w * slack**2) * np.sqrt(fourth)
                 yield from _where("M3**2 <= M2 * M4", _at_most(np.abs(M3), most))

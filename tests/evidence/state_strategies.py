@@ -36,6 +36,8 @@ def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
     if dtype.kind == "U":
         codes = (np.frombuffer(raw, "u4") % 0x110000).astype("u4")
         raw = bytearray(codes.astype(dtype.byteorder + "u4").tobytes())
+    if dtype == np.dtype("M8"):
+        raw = bytearray(np.full(shape, "NaT", dtype).tobytes())  # NumPy cannot print others without a unit
     array = np.frombuffer(raw, dtype).reshape(shape)
     return np.asfortranarray(array) if draw(st.booleans()) and array.ndim else array
 
