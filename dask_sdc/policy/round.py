@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dask_sdc.exceptions import NoDomainError, SDCError, ShardError
+from dask_sdc.policy.audits import AuditBatches
 from dask_sdc.policy.cases import TOO_FEW, CaseBook, Finding, data_error, garbled_voice, voice_of
 from dask_sdc.policy.healing import Healing, status_of
 from dask_sdc.policy.messages import (
@@ -267,6 +268,7 @@ class Round:
 
     def _dispatch(self, now: float) -> None:
         """Keep two batches per thread in hand: one that runs and one that is ready to."""
+        audits = AuditBatches(self._roster, self.settings.batch_min)
         while len(self._pool) and (domain := self._roster.hungry(self._pool.serves)):
             shard_ids = self._pool.take(domain, self._batch_size(domain))
             attempt = max(self._attempts[k] for k in shard_ids)
@@ -274,7 +276,8 @@ class Round:
             # A shard that is tried again keeps the case that it has.
             fresh = [k for k in shard_ids if k not in self._cases]
             if wanted := self.sampler.draw(domain.name, fresh, self.record.round):
-                self._audit(wanted, domain, now)
+                self._audit(wanted, domain, audits)
+        audits.flush(self._cases)
 
     def _batch_size(self, domain: Domain) -> int:
         """Guided self-scheduling: two thirds of what a domain can take until all are done together.
@@ -305,24 +308,12 @@ class Round:
         fits = settings.batch_bytes / max(self._roster.nbytes.value(1.0), 1.0)
         return max(1, min(even, int(settings.batch_max / cost), int(fits), settings.batch_shards))
 
-    def _audit(self, shard_ids: Sequence[int], primary: Domain, now: float) -> None:
+    def _audit(self, shard_ids: Sequence[int], primary: Domain, audits: AuditBatches) -> None:
         """Queue audits at once, beside their primaries: they read from the source."""
-        partner = self._roster.partner([primary.place])
-        if partner is None:
+        if not audits.add(shard_ids, primary, self._cases):
             self.record.skip(TOO_FEW, len(shard_ids))
             # Owed once: one domain alone for a long time must not make a flood of audits later.
             self.sampler.refund(primary.name, 1)
-            return
-        batch_id = self._roster.send(
-            "audit",
-            shard_ids,
-            partner,
-            now,
-            apart_from=[primary.name],
-            parts=dict.fromkeys(shard_ids, "audit"),
-        )
-        for shard_id in shard_ids:
-            self._cases.expect_audit(shard_id, batch_id, primary.name)
 
     # -- batches come back -------------------------------------------------------------
 
