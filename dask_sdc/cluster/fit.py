@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import cloudpickle
+import numpy as np
 
 from dask_sdc.cluster.checkpoint import CheckpointStore
 from dask_sdc.cluster.driver import Memory, Pace, RoundResult
@@ -285,7 +286,8 @@ def check_fit(estimator: Any, max_iter: Any, tol: Any) -> None:
     """
     if not isinstance(estimator, Estimator):
         raise InputError(f"expected an Estimator, got {type(estimator).__name__}")
-    if isinstance(max_iter, bool) or not isinstance(max_iter, int) or max_iter < 1:
+    if isinstance(max_iter, bool) or not isinstance(max_iter, int | np.integer) or max_iter < 1:
         raise InputError(f"max_iter: expected an int of at least 1, got {max_iter!r}")
-    if isinstance(tol, bool) or not isinstance(tol, int | float) or not 0 <= tol < math.inf:
+    numbers = int | float | np.integer | np.floating
+    if isinstance(tol, bool) or not isinstance(tol, numbers) or not 0 <= tol < math.inf:
         raise InputError(f"tol: expected a finite number >= 0, got {tol!r}")

@@ -24,8 +24,14 @@ from dask_sdc.policy.domains import DomainMap, Identity, domain_label
 
 logger = logging.getLogger("dask_sdc.scheduler")
 
+#: All keys of audited work start so.
+KEY_PREFIX = "sdc-"
+
 #: Keys of embedded audited graphs start so; a domain that leaves gets them re-stamped.
-GRAPH_PREFIX = "sdc-graph-"
+GRAPH_PREFIX = f"{KEY_PREFIX}graph-"
+
+#: Seconds since its last heartbeat for which a worker counts as alive.
+_ALIVE = 30.0
 
 #: How many keys are dropped between two turns of the event loop.
 _DROP_CHUNK = 500
@@ -333,8 +339,11 @@ class SDCSchedulerPlugin(SchedulerPlugin):
         return [w for w in self.domains.addresses(domain) if w in self.held]
 
     async def evict(self, domain: str, reason: str) -> list[str]:
-        """Give up a silent domain: reschedule its work and restart it where a nanny can."""
-        workers = list(self.domains.addresses(domain))
+        """Give up a silent domain: reschedule its work and restart it where a nanny can.
+
+        A worker that is alive and busy with tasks of others stays as it is; the rest is returned.
+        """
+        workers = [w for w in self.domains.addresses(domain) if not self._serves_others(w)]
         for worker in workers:
             ws = self.scheduler.workers.get(worker)
             if ws is None:
@@ -347,6 +356,12 @@ class SDCSchedulerPlugin(SchedulerPlugin):
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         return workers
+
+    def _serves_others(self, worker: str) -> bool:
+        ws = self.scheduler.workers.get(worker)
+        if ws is None or not ws.executing or time() - ws.last_seen > _ALIVE:
+            return False
+        return not any(str(ts.key).startswith(KEY_PREFIX) for ts in ws.executing)
 
     async def _restart(self, nanny: str) -> None:
         try:

@@ -95,8 +95,14 @@ class Work:
             encode(statistic.init(info))
         except EncodeError as error:
             raise InputError(f"{type(statistic).__name__}.init returned a state that {error}") from error
+        try:
+            blob = Blob.of(statistic)
+        except Exception as error:
+            raise InputError(
+                f"expected a statistic that can be pickled, got {type(statistic).__name__}: {error}"
+            ) from error
         kind = repr((type(statistic), info.shape, info.dtype, info.target_shape, sorted(columns)))
-        return cls(number, Blob.of(statistic), source, info, columns, kind.encode())
+        return cls(number, blob, source, info, columns, kind.encode())
 
 
 @dataclass
@@ -122,6 +128,8 @@ class Session:
         Number of lanes.
     pin_cores : bool
         Pin the workers of a host to disjoint cores.
+    timeout : float
+        Seconds after which a worker that compiles is not waited for any longer.
     """
 
     def __init__(
@@ -131,6 +139,7 @@ class Session:
         custom: Callable[[Worker], str] | None,
         lanes: int,
         pin_cores: bool,
+        timeout: float,
     ) -> None:
         self.client = client
         self.kind = kind
@@ -140,6 +149,7 @@ class Session:
         self._custom = None if custom is None else cloudpickle.dumps(custom)
         self._wanted_lanes = lanes
         self._pin_cores = pin_cores
+        self._timeout = timeout
         self._topic = f"sdc-{uuid.uuid4().hex[:12]}"
         self._members: dict[str, _Member] = {}
         self._lanes: dict[str, int] = {}
@@ -359,19 +369,23 @@ class Session:
             return
         try:
             comm = self.client.rpc(address)
-            await comm.sdc_warm(
+            compiled = comm.sdc_warm(
                 blob=work.statistic.data,
                 digest=work.statistic.digest,
                 info=cloudpickle.dumps(work.info),
                 columns=sorted(work.columns),
             )
+            await asyncio.wait_for(compiled, self._timeout)
         except OSError:
-            return  # it left; whoever takes its place is warmed in turn
+            # It left, and whoever takes its place is warmed in turn; or it is silent, as the round will find.
+            return
         self._warmed.add((address, work.kind))
         self._reached.add(address)
 
     def dispatch(self, orders: Sequence[Dispatch], work: Work) -> None:
         """Submit batches as one graph and watch each of them."""
+        if self.client.status in ("closing", "closed"):
+            raise ClosedError(f"expected a running client, got one that is {self.client.status}")
         tasks = {order.batch_id: self._task(order, work) for order in orders}
         self._serial += 1
         graph = batch_graph(tasks.values(), run_batch, f"{self._topic}-{work.round}-{self._serial}")
@@ -430,8 +444,9 @@ class Session:
         at = [a for a, member in self._members.items() if member.domain == domain and a in self._reached]
         if future.status == "finished" and len(at) == 1:
             with contextlib.suppress(OSError):
-                answer: Any = await get_data_from_worker(
-                    self.client.rpc, [future.key], at[0], who=self.client.id
+                # Shielded: given up in the middle, it would have the worker log a stack trace.
+                answer: Any = await asyncio.shield(
+                    get_data_from_worker(self.client.rpc, [future.key], at[0], who=self.client.id)
                 )
                 if future.key in answer.get("data", ()):
                     return cast(bytes, answer["data"][future.key])
@@ -464,8 +479,12 @@ class Session:
     # -- orders to the plugins ---------------------------------------------------------
 
     async def evict(self, domain: str, why: str) -> None:
-        """Give a silent domain up."""
-        await self._scheduler.sdc_evict(domain=domain, reason=why)
+        """Give a silent domain up; one that is busy with the work of others joins again as it is."""
+        if await self._scheduler.sdc_evict(domain=domain, reason=why):
+            return
+        if any(member.domain == domain for member in self._members.values()):
+            now = asyncio.get_running_loop().time()
+            self._events.put_nowait(DomainJoined(self._place(domain), now))
 
     async def quarantine(self, domain: str, why: str) -> str:
         """Quarantine a domain; return why it failed, or an empty string."""

@@ -105,6 +105,8 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        if self.path.exists() and not self.path.is_file():
+            raise LedgerError(f"{self.path}: expected a regular file or none, got something else")
         self._guard = threading.Lock()  # threads of the one writer
         # Append mode: whatever happens, lines that are there are never overwritten.
         self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()

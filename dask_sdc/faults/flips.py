@@ -346,6 +346,8 @@ def _octets(value: int) -> bytes:
 
 
 def _image(payload: bytes) -> NDArray[np.uint8]:
+    if not isinstance(payload, bytes | bytearray | memoryview):
+        raise InputTypeError(f"expected a payload of bytes, got a {type(payload).__name__}")
     if not payload:
         raise InputError("expected a payload of at least one byte to corrupt, got an empty one")
     return np.frombuffer(payload, np.uint8).copy()

@@ -249,7 +249,7 @@ class FaultPlan:
     faults: tuple[Fault, ...]
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
-        if isinstance(faults, Fault) or not all(isinstance(fault, Fault) for fault in faults):
+        if not isinstance(faults, Sequence) or not all(isinstance(fault, Fault) for fault in faults):
             raise InputTypeError(f"expected a sequence of Fault, got {faults!r}")
         object.__setattr__(self, "faults", tuple(faults))
 

@@ -349,7 +349,7 @@ def arm_corruption(client: Client, hook: CorruptionHook) -> Any:
 
 
 def clear_corruption(client: Client) -> Any:
-    """Disarm the hook of `arm_corruption`.
+    """Disarm the hook of `arm_corruption`, if one is armed.
 
     Parameters
     ----------
@@ -361,7 +361,14 @@ def clear_corruption(client: Client) -> Any:
     dict or awaitable
         To be awaited if the client is asynchronous.
     """
-    return client.unregister_worker_plugin(_HOOK_NAME)
+
+    async def clear() -> Any:
+        try:
+            return await client.unregister_worker_plugin(_HOOK_NAME)
+        except ValueError:  # none is
+            return {}
+
+    return client.sync(clear)
 
 
 def delivered(dask_worker: Worker | Scheduler, run: str | None = None) -> list[Delivery]:

@@ -179,7 +179,8 @@ class ShardExecutor:
             info = replace(info, shard_id=context.shard_id)
             state = self.update(statistic, info, block, context)
             return self.seal(statistic, state, block, context, start)
-        except Exception as exc:
+        except BaseException as exc:
+            # A worker loses the task of whoever calls for an exit in one of its threads.
             note = str(exc) if isinstance(exc, ShardError) else f"{type(exc).__name__}: {exc}"
             return failed_statistic(
                 context.shard_id, (type(exc).__name__, note), elapsed=time.perf_counter() - start
@@ -248,7 +249,7 @@ class ShardExecutor:
             context = ShardContext(-1, "warm", 0, 0)
             first, second = (self.update(declared, info, block, context) for _ in range(2))
             declared.combine(first, second)
-        except Exception:
+        except BaseException:
             pass
         return time.perf_counter() - start
 

@@ -118,7 +118,10 @@ def choose_kind(identities: Iterable[Identity]) -> tuple[str, str]:
     for kind in AUTO_KINDS:
         if counts.get(kind, 0) >= MIN_DOMAINS:
             return kind, f"domains are {kind}s: the coarsest kind that gives {MIN_DOMAINS} domains of {seen}"
-    return "worker", f"domains are workers: no kind gives {MIN_DOMAINS} domains of {seen}"
+    return "worker", (
+        f"domains are workers: no kind gives {MIN_DOMAINS} domains of {seen}, "
+        f"and with fewer nobody is accused; start {MIN_DOMAINS} workers or more"
+    )
 
 
 def domain_label(domain: str) -> str:

@@ -168,8 +168,9 @@ def sensitivity(components: Components) -> float:
     """Return how much the rounding of y = Lᵀz grows in |y|², relative to |y|².
 
     That is the norm of |Lᵀ|·|L⁻ᵀ| (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.,
-    section 7.2), bounded by the root of its largest sums of a row and of a column; 1 for diagonal factors. Tied rows are whitened once, about the mean of the mixture, so
-    that their distances to the means are differences of as much as the means are apart.
+    section 7.2), bounded by the root of its largest sums of a row and of a column; 1 for diagonal factors.
+    Tied rows are whitened once, about the mean of the mixture, so that their distances to the means are
+    differences of as much as the means are apart.
     """
     if components.kind == DIAGONAL:
         return 1.0

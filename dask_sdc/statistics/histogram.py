@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -78,7 +78,7 @@ class Histogram(Statistic):
 
     def __post_init__(self) -> None:
         edges = self.edges
-        joint = not isinstance(edges, np.ndarray) and len(edges) > 0 and np.ndim(edges[0]) == 1
+        joint = isinstance(edges, Sequence) and len(edges) > 0 and np.ndim(edges[0]) == 1
         rows = tuple(edges) if joint else (edges,)
         checked = tuple(_checked_edges(e) for e in rows)
         object.__setattr__(self, "edges", checked if joint else checked[0])
@@ -185,7 +185,10 @@ def _as_sums(state: State) -> Any:
 
 
 def _checked_edges(edges: Any) -> Array:
-    e = np.array(edges, dtype=np.float64)
+    try:
+        e = np.array(edges, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputTypeError(f"expected edges that are real numbers, got {edges!r:.200}") from error
     if e.ndim != 1 or len(e) < 2 or not np.all(e[1:] > e[:-1]):
         raise InputError(f"expected a 1-d array of at least 2 rising edges, got {edges!r:.200}")
     e.flags.writeable = False

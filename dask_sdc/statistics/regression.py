@@ -105,7 +105,7 @@ class LinearRegression(Statistic):
             raise InputTypeError(f"LinearRegression needs real samples, got {info.dtype}")
         shape = info.target_shape
         if shape is None or len(shape) > 1 or 0 in shape:
-            raise InputError(f"LinearRegression needs targets of shape () or (t,), got {shape}")
+            raise InputError(f"LinearRegression needs targets of shape () or (t,) as target=, got {shape}")
         p = d + (shape[0] if shape else 1)
         return {
             "features": d,

@@ -45,6 +45,15 @@ class Fails(Sums):
         return super().update(state, x)
 
 
+class Exits(Fails):
+    """Its update wants to end the process."""
+
+    def update(self, state: dict[str, Any], x: Any) -> dict[str, Any]:
+        if len(x) and x[0, 0] == self.poison:
+            raise SystemExit(3)
+        return super().update(state, x)
+
+
 class Waits(Sums):
     """It takes until a file appears, so that a user can interrupt it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from distributed.utils_test import gen_cluster
 
 from dask_sdc.cluster.auditor import Auditor
 from dask_sdc.cluster.worker_plugin import NAME
+from dask_sdc.evidence.ledger import Ledger
 from dask_sdc.exceptions import (
     AuditWarning,
     ClosedError,
@@ -31,7 +33,18 @@ from dask_sdc.exceptions import (
 from dask_sdc.statistics.kmeans import KMeans
 from dask_sdc.statistics.moments import Moments
 from dask_sdc.statistics.regression import LinearRegression
-from tests.cluster.oddities import Fails, Nothing, Slow, Strange, Turns, Waits, from_within, tasks, topics
+from tests.cluster.oddities import (
+    Exits,
+    Fails,
+    Nothing,
+    Slow,
+    Strange,
+    Turns,
+    Waits,
+    from_within,
+    tasks,
+    topics,
+)
 from tests.cluster.sums import Sums, integer_blocks
 from tests.cluster.waiting import until, until_async
 
@@ -163,6 +176,11 @@ def test_a_rate_of_one_audits_every_shard_and_zero_none(cluster4: Client) -> Non
         ({"seed": -1}, "seed"),
         ({"seed": 1.5}, "seed"),
         ({"seed": True}, "seed"),
+        ({"quarantine": "no"}, "quarantine: expected True or False, got 'no'"),
+        ({"quarantine": 1}, "quarantine"),
+        ({"pin_cores": "yes"}, "pin_cores"),
+        ({"ledger": 3}, "ledger: expected a path or None, got 3"),
+        ({"ledger": b"ledger"}, "ledger"),
         ({"domain": "rack"}, "domain"),
         ({"domain": 5}, "domain"),
         ({"domain": "custom"}, "domain"),
@@ -227,6 +245,26 @@ def test_an_update_that_raises_names_shard_worker_and_domains(auditor: Auditor) 
         assert caught.value.domain and caught.value.worker
         assert caught.value.worker in str(caught.value)
     assert not auditor.quarantined and not auditor.receipts
+
+
+def test_an_update_that_calls_for_an_exit_costs_no_worker(auditor: Auditor, cluster4: Client) -> None:
+    before = set(cluster4.scheduler_info()["workers"])
+    with pytest.raises(ShardError, match=r"shard 9: SystemExit: 3"):
+        auditor.accumulate(Exits(POISON), BLOCKS)
+    check(auditor.accumulate(Sums(), BLOCKS))
+    assert set(cluster4.scheduler_info()["workers"]) == before
+
+
+def test_a_statistic_that_cannot_be_pickled_is_refused(auditor: Auditor) -> None:
+    statistic = Sums()
+    vars(statistic)["lock"] = threading.Lock()
+    with pytest.raises(InputError, match=r"expected a statistic that can be pickled, got Sums: .*lock"):
+        auditor.accumulate(statistic, BLOCKS)
+
+
+def test_what_is_no_domain_is_not_in_quarantine(auditor: Auditor) -> None:
+    with pytest.raises(InputError, match=r"expected a domain in quarantine .* got \['0'\]"):
+        auditor.release(["0"])  # type: ignore[arg-type]
 
 
 def test_non_finite_data_are_an_error_that_names_the_shard(auditor: Auditor) -> None:
@@ -306,6 +344,47 @@ def test_an_interrupt_leaves_no_task_behind(
 
 async def _started(func: Any) -> Any:
     return asyncio.ensure_future(func())
+
+
+def test_closing_ends_a_call_that_is_under_way(cluster4: Client, tmp_path: Path) -> None:
+    before = cluster4.run_on_scheduler(tasks)
+    ledger = tmp_path / "ledger"
+    auditor = Auditor(cluster4, audit_rate=0.5, seed=1, ledger=ledger)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(auditor.accumulate, Waits(tmp_path), BLOCKS)
+        until((tmp_path / "started").exists)
+        second = pool.submit(auditor.accumulate, Sums(), BLOCKS)
+        auditor.close()
+        for call in (first, second):
+            with pytest.raises(ClosedError, match="closed"):
+                call.result(30)
+        (tmp_path / "go").touch()
+    until(lambda: cluster4.run_on_scheduler(tasks) == before)
+    assert not cluster4.run_on_scheduler(topics)
+    Ledger(ledger).close()  # nobody holds it
+
+
+@gen_cluster(client=True, nthreads=FOUR)
+async def test_closing_ends_the_call_of_another_task(c: Client, s: Scheduler, *workers: Worker) -> None:
+    auditor = Auditor(c, audit_rate=0.5, seed=1)
+    call = asyncio.ensure_future(auditor.accumulate(Sums(), BLOCKS))
+    await until_async(lambda: s.tasks)
+    await auditor.close()
+    with pytest.raises(ClosedError, match="it was closed meanwhile"):
+        await call
+    assert not call.cancelled()
+
+
+def test_a_client_that_closes_ends_a_call(shared_cluster4: str, tmp_path: Path) -> None:
+    with Client(shared_cluster4, set_as_default=False) as client, ThreadPoolExecutor(1) as pool:
+        auditor = Auditor(client, audit_rate=0.5, seed=1)
+        call = pool.submit(auditor.accumulate, Waits(tmp_path), BLOCKS)
+        until((tmp_path / "started").exists)
+        client.close()
+        with pytest.raises(ClosedError, match="expected a running client, got one that is clos(ing|ed)"):
+            call.result(30)
+        auditor.close()
+        (tmp_path / "go").touch()
 
 
 # -- sharing -----------------------------------------------------------------------------------

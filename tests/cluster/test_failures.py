@@ -19,6 +19,7 @@ from dask_sdc.cluster.auditor import Auditor
 from dask_sdc.exceptions import AuditWarning, ShardError
 from dask_sdc.faults.plan import Fault, FaultPlan
 from dask_sdc.faults.plugin import FaultInjector, delivered
+from dask_sdc.statistics.moments import Moments
 from tests.cluster.oddities import Slow, produced
 from tests.cluster.sums import Sums, integer_blocks
 from tests.cluster.waiting import until
@@ -132,6 +133,37 @@ def test_a_signal_from_outside_costs_a_retry(fresh_cluster: Make, tmp_path: Path
 
     assert not auditor.receipts
     assert len(auditor.rounds[0].failed) == 1
+
+
+@pytest.mark.slow
+def test_a_worker_that_freezes_while_it_compiles_is_given_up(fresh_cluster: Make) -> None:
+    client = fresh_cluster(3)
+    with Auditor(client, audit_rate=0.25, seed=1, worker_timeout_s=3) as auditor:
+        check(auditor.accumulate(Sums(), BLOCKS))
+        os.kill(next(iter(client.run(os.getpid).values())), signal.SIGSTOP)
+        mean = auditor.accumulate(Moments(), BLOCKS).mean
+
+    np.testing.assert_allclose(mean, TOTAL / (32 * 50), rtol=1e-12, atol=1e-12)
+    assert not auditor.receipts
+    assert len(auditor.rounds[1].failed) == 1
+
+
+def test_work_of_others_is_not_killed_to_get_on(fresh_cluster: Make, tmp_path: Path) -> None:
+    client = fresh_cluster(3)
+    addresses = list(client.scheduler_info()["workers"])
+    theirs = client.submit(wait_for, tmp_path / "go", workers=addresses[:1], pure=False)
+    with Auditor(client, audit_rate=0.25, seed=1, worker_timeout_s=3) as auditor:
+        check(auditor.accumulate(Sums(), BLOCKS))
+        assert not theirs.done()
+        (tmp_path / "go").touch()
+        assert theirs.result(30) == "done"
+        assert not auditor.receipts and not auditor.quarantined
+    assert list(client.scheduler_info()["workers"]) == addresses
+
+
+def wait_for(path: Path) -> str:
+    until(path.exists)
+    return "done"
 
 
 # -- shards that kill ----------------------------------------------------------------------------

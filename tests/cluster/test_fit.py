@@ -394,6 +394,11 @@ def test_bad_arguments_are_refused_before_any_work(
     assert not auditor.rounds
 
 
+def test_numbers_of_numpy_are_numbers(cluster4: Client) -> None:
+    with Auditor(cluster4, seed=1) as auditor:
+        assert auditor.fit(MIXTURE, BLOCKS, max_iter=np.int64(2), tol=np.float32(0)).n_iter == 2
+
+
 def test_what_is_no_estimator_or_no_fit_is_refused(cluster4: Client) -> None:
     with Auditor(cluster4, seed=1) as auditor:
         with pytest.raises(InputError, match="expected an Estimator, got Sums"):

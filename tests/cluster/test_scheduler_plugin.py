@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from threading import Event
 from typing import Any
 
 import dask.array as da
@@ -346,6 +347,50 @@ async def test_an_evicted_domain_without_a_nanny_is_gone(c: Client, s: Scheduler
     assert await c.scheduler.sdc_evict(domain=name, reason="silent") == ()
 
     assert len(s.workers) == 3 and not plugin.domains.is_live(name)
+
+
+GATE = Event()
+
+
+def hold() -> bool:
+    return GATE.wait(60)
+
+
+async def occupy(client: Client, worker: Worker, key: str) -> Any:
+    """Have a worker run a task until the gate opens; the scheduler knows of it when this returns."""
+    GATE.clear()
+    future = client.submit(hold, key=key, workers=[worker.address])
+    await until_async(lambda: worker.state.executing_count)
+    await worker.heartbeat()
+    return future
+
+
+@gen_cluster(client=True, nthreads=FOUR)
+async def test_a_worker_that_serves_others_is_not_evicted(c: Client, s: Scheduler, *workers: Worker) -> None:
+    plugin = await install(c)
+    address, name = workers[0].address, str(workers[0].name)
+    theirs = await occupy(c, workers[0], "theirs")
+
+    assert await c.scheduler.sdc_evict(domain=name, reason="silent") == ()
+    assert plugin.domains.is_live(name) and s.tasks["theirs"].state == "processing"
+
+    # Nobody has heard of it for long: whatever it was doing, it is gone.
+    s.workers[address].last_seen -= 60
+    assert await c.scheduler.sdc_evict(domain=name, reason="silent") == (address,)
+    GATE.set()
+    del theirs
+
+
+@gen_cluster(client=True, nthreads=FOUR)
+async def test_a_worker_that_serves_us_is_evicted(c: Client, s: Scheduler, *workers: Worker) -> None:
+    await install(c)
+    ours = await occupy(c, workers[0], "sdc-primary-1")
+
+    evicted = await c.scheduler.sdc_evict(domain=str(workers[0].name), reason="silent")
+
+    assert evicted == (workers[0].address,)
+    GATE.set()
+    del ours
 
 
 # -- embedded graphs -------------------------------------------------------------------------

@@ -261,3 +261,9 @@ def test_records_round_trip(path: Path) -> None:
         assert pickle.loads(pickle.dumps(thing)) == thing
     assert LedgerCheck(**json.loads(json.dumps(check.to_dict()))) == check
     assert isinstance(entry, LedgerEntry)
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    for path in (Path("/dev/full"), tmp_path):
+        with pytest.raises(LedgerError, match="expected a regular file"):
+            Ledger(path)

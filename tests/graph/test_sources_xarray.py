@@ -135,6 +135,7 @@ def test_plain_weights_go_with_labelled_data() -> None:
         (cube(), None, {}, ["dim is needed", "('time', 'lat', 'lon')"]),
         (cube(), "level", {}, ["level", "('time', 'lat', 'lon')"]),
         (cube(), ("time", "level"), {}, ["['level']"]),
+        (cube(), 3, {}, ["no dimension [3]"]),
         (cube(), (), {}, ["distinct"]),
         (cube(), ("time", "time"), {}, ["distinct"]),
         (cube().to_dataset(name="a"), None, {}, ["dim is needed"]),

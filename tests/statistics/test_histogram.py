@@ -217,6 +217,18 @@ def test_refuses_edges(edges: Any) -> None:
         Histogram(edges)
 
 
+@pytest.mark.parametrize("edges", ["ab", [0, "b"], [[0, 1], [{}, 2]]])
+def test_refuses_edges_that_are_no_numbers(edges: Any) -> None:
+    with pytest.raises(InputTypeError, match="edges that are real numbers"):
+        Histogram(edges)
+
+
+@pytest.mark.parametrize("edges", [3, 3.5, None])
+def test_refuses_a_number_of_bins(edges: Any) -> None:
+    with pytest.raises(InputError, match=f"rising edges, got {edges}"):
+        Histogram(edges)
+
+
 def test_refuses_input() -> None:
     with pytest.raises(InputError, match="slots"):
         Histogram([np.arange(2000.0)] * 3)

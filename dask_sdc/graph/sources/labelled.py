@@ -10,7 +10,7 @@ of the sample dimensions is repeated along them; one that has none of them is re
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import dask.array as da
@@ -131,7 +131,7 @@ def sample_dims(data: Labelled, dim: Any) -> tuple[Hashable, ...]:
         return have
     if dim is None:
         raise InputError(f"dim is needed: expected the sample dimension(s) of x, one or more of {have}")
-    names = (dim,) if isinstance(dim, str) else tuple(dim)
+    names = (dim,) if isinstance(dim, str) or not isinstance(dim, Iterable) else tuple(dim)
     if not names or len(set(names)) != len(names):
         raise InputError(f"dim: expected distinct dimensions out of {have}, got {names}")
     missing = [name for name in names if name not in have]

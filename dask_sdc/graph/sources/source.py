@@ -199,6 +199,8 @@ def make_source(data: Any, *, weights: Any = None, target: Any = None, dim: Any 
     NumPy data travel from the client with every batch that needs them, audits included: give large
     data as a dask or Zarr array, which workers read from the source.
     """
+    if data is None:
+        raise InputTypeError("x is None: expected samples, see the kinds of data that are supported")
     notes: list[str] = []
     inputs = {"x": data, "weights": weights, "target": target}
     inputs = {name: value for name, value in inputs.items() if value is not None}

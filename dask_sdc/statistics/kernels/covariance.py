@@ -123,7 +123,9 @@ def block_scatter(x: Any, weights: Array | None) -> dict[str, Any]:
     tiles = Centred(x, weights)
     scatter, deviation, check = _products(tiles)
     offset = deviation / tiles.weight
-    if np.any(offset**2 * tiles.weight > 0.5 * scatter.diagonal()):
+    with np.errstate(over="ignore"):
+        pilot_missed = np.any(offset**2 * tiles.weight > 0.5 * scatter.diagonal())
+    if pilot_missed:
         # The sampled rows did not tell where the mean is, and digits were lost: now it is known.
         tiles.pilot = np.where(np.isfinite(offset), tiles.pilot + offset, 0.0)
         scatter, deviation, check = _products(tiles)

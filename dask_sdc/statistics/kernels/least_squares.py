@@ -35,13 +35,17 @@ def block_factor(x: Any, y: Any, weights: Array | None, centre: bool) -> dict[st
     tiles = Centred(_side_by_side(x, y), weights, centre)
     factor, deviation, squares = _factor(tiles, centre)
     offset = deviation / tiles.weight
-    if centre and np.any(offset**2 * tiles.weight > 0.5 * squares):
+    with np.errstate(over="ignore"):
+        pilot_missed = centre and np.any(offset**2 * tiles.weight > 0.5 * squares)
+    if pilot_missed:
         # The sampled rows did not tell where the mean is, and digits were lost: now it is known.
         tiles.pilot = np.where(np.isfinite(offset), tiles.pilot + offset, 0.0)
         factor, deviation, squares = _factor(tiles, centre)
         offset = deviation / tiles.weight
     s, low = tiles.total(deviation)
-    squares = np.maximum(squares - tiles.weight * offset**2, 0.0) if centre else squares
+    if centre:
+        with np.errstate(over="ignore", invalid="ignore"):
+            squares = np.maximum(squares - tiles.weight * offset**2, 0.0)
     return {"weight": tiles.weight, "sum": s, "low": low, "squares": squares, "factor": factor}
 
 
