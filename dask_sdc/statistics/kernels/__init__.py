@@ -18,8 +18,20 @@ __all__ = ["is_numpy", "jit", "namespace", "to_host"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def inner(**options: Any) -> Callable[[F], F]:
+    """Compile a function that kernels call, into each of them.
+
+    It is never called from Python, and no machine code of it alone exists. Otherwise each kernel would bring
+    its own copy, optimised in its own context with its own order of additions, and whichever a process met
+    first would serve all of them: bits would depend on what was compiled here and what came from the disk.
+    """
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True, **options)  # type: ignore[no-any-return]
+
+
 def jit(**options: Any) -> Callable[[F], F]:
     """Compile lazily, without the GIL, one thread per call, cached on disk where that is possible.
+
+    For functions that Python calls; they call those of `inner` only.
 
     Numba looks for a writable cache folder when a function is decorated and raises where there is
     none (read-only installs, containers without a home): such a process compiles for itself.

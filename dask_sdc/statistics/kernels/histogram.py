@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_sdc.statistics.kernels import is_numpy, jit, namespace, to_host
+from dask_sdc.statistics.kernels import inner, is_numpy, jit, namespace, to_host
 from dask_sdc.statistics.kernels.tiles import frozen, is_flat, scratch_tiles
 
 Array = np.ndarray[Any, Any]
@@ -70,7 +70,7 @@ class Axis:
     def _with_cells(cls, edges: Array, per_bin: int, ranked: bool) -> Axis:
         n = len(edges) - 1
         cells = min(n * per_bin, 1 << 20)
-        points = _ranks(edges) if ranked else edges
+        points = _ranks_of(edges) if ranked else edges
         with np.errstate(over="ignore", invalid="ignore"):
             span = points[-1] - points[0]
             scale = float(cells / span) if 0 < span < np.inf and cells / span < np.inf else 0.0
@@ -99,7 +99,7 @@ def _aligned_origin(edges: Array, scale: float) -> float:
     return aligned if np.abs(off).max() < _NEAR / 2 else np.nan
 
 
-@jit()
+@inner()
 def _ranks(values: Any) -> Any:
     """Rank float64 values among all float64: a piecewise linear logarithm on both sides of zero."""
     bits, ranks = values.view(np.int64), np.empty(len(values))
@@ -109,6 +109,11 @@ def _ranks(values: Any) -> Any:
 
 
 @jit()
+def _ranks_of(values: Any) -> Any:
+    return _ranks(values)
+
+
+@inner()
 def _cells(values: Any, points: Any, axis: Any, cell: Any) -> None:
     """Write the place in the table of each value, of which ``points`` are the ranks or itself."""
     table, origin, scale = axis[1], axis[3], axis[4]
@@ -121,7 +126,7 @@ def _cells(values: Any, points: Any, axis: Any, cell: Any) -> None:
         cell[i] = np.uint32(np.int32(t))
 
 
-@jit()
+@inner()
 def _slots(values: Any, axis: Any, stride: Any, cell: Any, slots: Any) -> None:
     """Add ``stride`` times the slot of each value: the edges in lower cells, then a search."""
     padded, table, ranked, _, _, steps = axis
@@ -138,7 +143,7 @@ def _slots(values: Any, axis: Any, stride: Any, cell: Any, slots: Any) -> None:
         slots[i] += np.uint64(stride) * np.uint64(cell[i])
 
 
-@jit()
+@inner()
 def _count_uniform(values: Any, axis: Any, aligned: Any, cell: Any, counts: Any) -> Any:
     """Count the values of a single uniform axis, or return False if one of them is near an edge."""
     scale, nan = axis[4], float(len(axis[1])) - 0.5
@@ -164,7 +169,7 @@ def _count_uniform(values: Any, axis: Any, aligned: Any, cell: Any, counts: Any)
     return True
 
 
-@jit()
+@inner()
 def _count_line(values: Any, axis: Any, cell: Any, counts: Any) -> None:
     """Count the values of a single axis of one step, in four copies."""
     padded, table, ranked, _, _, _ = axis

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dask_sdc.statistics.kernels import is_numpy, jit, namespace, to_host
+from dask_sdc.statistics.kernels import inner, is_numpy, jit, namespace, to_host
 from dask_sdc.statistics.kernels.rows import LANES, Array, padded, pieces
 
 __all__ = ["LloydSums", "array_api_lloyd", "labels", "lloyd"]
@@ -50,7 +50,7 @@ class LloydSums(NamedTuple):
     far_rows: Array
 
 
-@jit()
+@inner()
 def _load(x: Any, start: int, rows: int, tile: Any) -> None:
     """Transpose rows into the tile; lanes past the end repeat the last row."""
     for j in range(x.shape[1]):
@@ -60,7 +60,7 @@ def _load(x: Any, start: int, rows: int, tile: Any) -> None:
             tile[j, t] = x[start + rows - 1, j]
 
 
-@jit()
+@inner()
 def _nearest(tile: Any, centres: Any, distance: Any, best: Any, label: Any) -> None:
     """Find the nearest centre per lane; a tie goes to the lower index, NaN stays in ``best``."""
     for k in range(centres.shape[0]):
@@ -84,7 +84,7 @@ def _nearest(tile: Any, centres: Any, distance: Any, best: Any, label: Any) -> N
                 label[t] = number if closer else label[t]
 
 
-@jit()
+@inner()
 def _flush(partial: Any, total: Any) -> None:
     for i in range(partial.shape[0]):
         for j in range(partial.shape[1]):

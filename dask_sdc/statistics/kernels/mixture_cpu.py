@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_sdc.statistics.kernels import jit
+from dask_sdc.statistics.kernels import inner, jit
 from dask_sdc.statistics.kernels.rows import LANES
 
 __all__ = ["DIAGONAL", "FULL", "TIED", "add_density", "add_expectation"]
@@ -95,7 +95,7 @@ def _log(x: Any) -> Any:
 # -- one tile ------------------------------------------------------------------------------------
 
 
-@jit()
+@inner()
 def _load(x: Any, weights: Any, start: int, rows: int, tile: Any, w: Any) -> None:
     """Transpose rows into the tile; lanes past the end repeat the last row with weight zero."""
     for j in range(x.shape[1]):
@@ -110,7 +110,7 @@ def _load(x: Any, weights: Any, start: int, rows: int, tile: Any, w: Any) -> Non
             w[t] = weights[start + t]
 
 
-@jit(fastmath=_ELEMENTWISE)
+@inner(fastmath=_ELEMENTWISE)
 def _centre(tile: Any, mean: Any, out: Any) -> None:
     for j in range(tile.shape[0]):
         m, x, z = mean[j], tile[j], out[j]
@@ -118,7 +118,7 @@ def _centre(tile: Any, mean: Any, out: Any) -> None:
             z[t] = x[t] - m
 
 
-@jit(fastmath=_ELEMENTWISE)
+@inner(fastmath=_ELEMENTWISE)
 def _diagonal_form(tile: Any, mean: Any, scale: Any, out: Any) -> None:
     """out = Σ_j ((x_j − mean_j)·scale_j)²."""
     for t in range(LANES):
@@ -133,7 +133,7 @@ def _diagonal_form(tile: Any, mean: Any, scale: Any, out: Any) -> None:
             out[t] = out[t] + (y0 * y0 + y1 * y1) + (y2 * y2 + y3 * y3)
 
 
-@jit(fastmath=_ELEMENTWISE)
+@inner(fastmath=_ELEMENTWISE)
 def _distance(tile: Any, mean: Any, out: Any) -> None:
     """out = Σ_j (x_j − mean_j)²."""
     for t in range(LANES):
@@ -146,7 +146,7 @@ def _distance(tile: Any, mean: Any, out: Any) -> None:
             out[t] = out[t] + (y0 * y0 + y1 * y1) + (y2 * y2 + y3 * y3)
 
 
-@jit(fastmath=_ELEMENTWISE)
+@inner(fastmath=_ELEMENTWISE)
 def _whiten(tile: Any, factor: Any, out: Any) -> None:
     """out_i = Σ_{j<=i} factor_ji·x_j, four by four features at a time."""
     for i in range(0, tile.shape[0], 4):
@@ -182,7 +182,7 @@ def _whiten(tile: Any, factor: Any, out: Any) -> None:
                 y3[t] = y3[t] + (a3 * u0 + b3 * u1) + (c3 * u2 + d3 * u3)
 
 
-@jit(fastmath=_ELEMENTWISE)
+@inner(fastmath=_ELEMENTWISE)
 def _log_joint(
     kind: int, tile: Any, means: Any, white_means: Any, factors: Any, shift: Any, z: Any, y: Any, out: Any
 ) -> None:
@@ -202,7 +202,7 @@ def _log_joint(
             _distance(y, zero, out[k])
 
 
-@jit(fastmath=_ELEMENTWISE)
+@inner(fastmath=_ELEMENTWISE)
 def _normalise(joint: Any, constants: Any, w: Any, log_p: Any, scale: Any) -> None:
     """Turn squared distances into exp(log joint − max); ``scale`` makes w·r of them, ``log_p`` is log p.
 
@@ -233,7 +233,7 @@ def _normalise(joint: Any, constants: Any, w: Any, log_p: Any, scale: Any) -> No
         scale[t] = w[t] / scale[t]
 
 
-@jit(fastmath=_REDUCTION)
+@inner(fastmath=_REDUCTION)
 def _add_log_density(log_p: Any, w: Any, totals: Any) -> None:
     """Add Σ w·log p and Σ w·|log p| to ``totals``, keep max |log p|; leave |log p| in ``log_p``."""
     total, size = 0.0, 0.0
@@ -249,7 +249,7 @@ def _add_log_density(log_p: Any, w: Any, totals: Any) -> None:
     totals[2] = largest
 
 
-@jit(fastmath=_REDUCTION)
+@inner(fastmath=_REDUCTION)
 def _add_responsibility(r: Any, scale: Any, size: Any) -> tuple[float, float]:
     """Scale a component's lanes to w·r; return Σ w·r and Σ w·r·|log p|."""
     total, condition = 0.0, 0.0
@@ -261,7 +261,7 @@ def _add_responsibility(r: Any, scale: Any, size: Any) -> tuple[float, float]:
     return total, condition
 
 
-@jit(fastmath=_REDUCTION)
+@inner(fastmath=_REDUCTION)
 def _add_diagonal(tile: Any, r: Any, mean: Any, first: Any, second: Any) -> None:
     """Add Σ r·(x − mean) and Σ r·(x − mean)²."""
     for j in range(0, tile.shape[0], 4):
@@ -290,7 +290,7 @@ def _add_diagonal(tile: Any, r: Any, mean: Any, first: Any, second: Any) -> None
         second[j + 3] += b3
 
 
-@jit(fastmath=_ELEMENTWISE)
+@inner(fastmath=_ELEMENTWISE)
 def _weigh(z: Any, w: Any, out: Any) -> None:
     for j in range(z.shape[0]):
         zj, yj = z[j], out[j]
@@ -298,7 +298,7 @@ def _weigh(z: Any, w: Any, out: Any) -> None:
             yj[t] = w[t] * zj[t]
 
 
-@jit(fastmath=_REDUCTION)
+@inner(fastmath=_REDUCTION)
 def _add_first(z: Any, r: Any, y: Any, first: Any) -> None:
     """y = r·z per feature; add its sums."""
     for j in range(z.shape[0]):
@@ -311,7 +311,7 @@ def _add_first(z: Any, r: Any, y: Any, first: Any) -> None:
         first[j] += total
 
 
-@jit(fastmath=_REDUCTION)
+@inner(fastmath=_REDUCTION)
 def _add_outer(y: Any, z: Any, second: Any) -> None:
     """Add Σ y·zᵀ, lower triangle, two by four features at a time."""
     for i in range(0, z.shape[0], 2):

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from dask_sdc.statistics.kernels import is_numpy, jit, namespace, to_host
+from dask_sdc.statistics.kernels import inner, is_numpy, jit, namespace, to_host
 from dask_sdc.statistics.kernels.pairs import add_pair, divide_pair, exact_product, keep_mean, scaled
 from dask_sdc.statistics.kernels.tiles import (
     as_float,
@@ -215,18 +215,18 @@ def _strip(
 
 # Contraction to fused multiply-adds is safe where TwoSum sees no product, that is without weights.
 # The two never share a signature (weights are None or not), so neither does their cache on disk.
-_strip_fused = jit(fastmath={"contract"})(_strip)
-_strip_exact = jit()(_strip)
+_strip_fused = inner(fastmath={"contract"})(_strip)
+_strip_exact = inner()(_strip)
 
 
-@jit()
+@inner()
 def _reset(lanes: Any) -> Any:
     lanes[:] = 0.0
     lanes[_MIN * _STRIDE : _MAX * _STRIDE] = _HUGE
     lanes[_MAX * _STRIDE : _TOTAL * _STRIDE] = -_HUGE
 
 
-@jit()
+@inner()
 def _add(
     flat: Any,
     offset: Any,
@@ -252,7 +252,7 @@ def _add(
         _strip_exact(flat, offset, step, n, columns, per_step, weights, row, skipna, high, centre, lanes)
 
 
-@jit()
+@inner()
 def _columns(
     lanes: Any,
     n: Any,
@@ -309,7 +309,7 @@ def _columns(
     return far
 
 
-@jit()
+@inner()
 def _pilot(flat: Any, offset: Any, stride: Any, rows: Any, columns: Any, pilot: Any) -> None:
     """Write the mean of the finite values of a few ``rows`` per column; exact for constant columns."""
     total, count = np.zeros(columns), np.zeros(columns)
@@ -324,6 +324,50 @@ def _pilot(flat: Any, offset: Any, stride: Any, rows: Any, columns: Any, pilot: 
     for c in range(columns):
         value = pilot[c] + total[c] / max(count[c], 1.0)
         pilot[c] = value if abs(value) < np.inf else 0.0
+
+
+# Entries for tiles that were converted first.
+
+
+@jit()
+def _pilot_of(flat: Any, rows: Any, columns: Any, pilot: Any) -> None:
+    _pilot(flat, 0, LANES, rows, columns, pilot)
+
+
+@jit()
+def _reset_lanes(lanes: Any) -> None:
+    _reset(lanes)
+
+
+@jit()
+def _add_tile(
+    flat: Any,
+    n: Any,
+    columns: Any,
+    per_step: Any,
+    weights: Any,
+    row: Any,
+    skipna: Any,
+    high: Any,
+    pilot: Any,
+    lanes: Any,
+) -> None:
+    _add(flat, 0, columns, n, columns, per_step, weights, row, skipna, high, pilot, lanes)
+
+
+@jit()
+def _columns_of(
+    lanes: Any,
+    n: Any,
+    per_step: Any,
+    columns: Any,
+    weighted: Any,
+    skipna: Any,
+    pilot: Any,
+    out: Any,
+    first: Any,
+) -> Any:
+    return _columns(lanes, n, per_step, columns, weighted, skipna, pilot, out, first)
 
 
 @jit()
@@ -467,14 +511,14 @@ def _through_scratch(x: Array, options: tuple[Any, Any, Any], rows: Array, out: 
         per_step = LANES // columns if columns == p else 1
         strip = x[:, first : first + columns]
         as_float(strip[rows], offset, sample[:, :columns])
-        _pilot(frozen(sample), 0, LANES, np.arange(len(rows)), columns, pilot)
+        _pilot_of(frozen(sample), np.arange(len(rows)), columns, pilot)
         for _ in range(2):
-            _reset(lanes)
+            _reset_lanes(lanes)
             for row, flat in scratch_tiles(strip, per_step * STEPS, offset):
                 rest = len(flat) // columns
-                _add(flat, 0, columns, rest, columns, per_step, weights, row, skipna, high, pilot, lanes)
+                _add_tile(flat, rest, columns, per_step, weights, row, skipna, high, pilot, lanes)
             weighted, skips = weights is not None, skipna is not None
-            if not _columns(lanes, n, per_step, columns, weighted, skips, pilot, out, first):
+            if not _columns_of(lanes, n, per_step, columns, weighted, skips, pilot, out, first):
                 break
 
 
