@@ -45,3 +45,52 @@ def demo() -> None:
             f"{error}; install the demo extra: pip install 'dask-sdc[demo]'"
         ) from error
     raise SystemExit(status)
+
+
+@sdc.group()
+def weights() -> None:
+    """Convert and check the weights of staged models."""
+
+
+@weights.command()
+@click.argument("source", type=click.Path(path_type=str))
+@click.argument("destination", type=click.Path(path_type=str))
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Format of all weights; by default each keeps its own, and quantised ones become float32.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace a weight store that is there already.")
+def convert(source: str, destination: str, dtype: str | None, overwrite: bool) -> None:
+    """Write SOURCE, a Hugging Face folder or GGUF file, as the weight store DESTINATION.
+
+    DESTINATION is a folder or an fsspec URL.
+    """
+    from dask_sdc.inference.weights import convert as write
+    from dask_sdc.inference.weights import open_source
+
+    try:
+        store = write(open_source(source), destination, dtype=dtype, overwrite=overwrite)
+    except (SDCError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    except ImportError as error:
+        raise click.ClickException(
+            f"{error}; install the models extra: pip install 'dask-sdc[models]'"
+        ) from error
+    click.echo(f"{destination}: {len(store.names)} tensors, {store.nbytes()} bytes, sha256 {store.digest}")
+
+
+@weights.command("verify")
+@click.argument("store", type=click.Path(path_type=str))
+def verify_weights(store: str) -> None:
+    """Read the whole weight store STORE and name every tensor that is damaged."""
+    from dask_sdc.inference.weights import WeightStore
+
+    try:
+        opened = WeightStore.open(store)
+        faults = opened.check()
+    except (SDCError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    if faults:
+        raise click.ClickException("\n".join(faults.values()))
+    click.echo(f"{store}: ok, {len(opened.names)} tensors, {opened.nbytes()} bytes, sha256 {opened.digest}")

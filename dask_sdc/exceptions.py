@@ -5,7 +5,8 @@
     SDCError
     ├── InputError (ValueError)             refused before any work starts
     │   ├── InputTypeError (TypeError)
-    │   └── ClosedError                     a closed auditor or client
+    │   ├── ClosedError                     a closed auditor or client
+    │   └── ContextOverflow                 prompt and new tokens beyond the context or the memory
     ├── CodecError (ValueError)
     │   ├── EncodeError (TypeError)         a value outside the closed set of types
     │   └── DecodeError                     bytes that are not a canonical encoding
@@ -17,8 +18,14 @@
     ├── ClusterError (RuntimeError)
     │   ├── NoDomainError                   nobody is left to run a shard
     │   └── DeadlineExceeded (TimeoutError)
+    ├── StageError                          names stage and session
+    │   ├── StaleEpoch                      a late message of a stage that was given up
+    │   └── GenerationInterrupted           carries committed tokens and a checkpoint
+    │       ├── NoSpareError                nobody is left to take the place of a lost stage
+    │       ├── ReplayMismatch              a replay did not reproduce what is on record
+    │       └── StageTimeout (TimeoutError)
     ├── LedgerError                         the chain is broken, or somebody else writes
-    └── CheckpointError                     a checkpoint that does not belong to this fit
+    └── CheckpointError                     a checkpoint that does not belong to this fit or generation
 
     SDCWarning (UserWarning)
     ├── AuditWarning                        the audit is weaker than asked for
@@ -27,6 +34,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -58,6 +66,10 @@ class InputTypeError(InputError, TypeError):
 
 class ClosedError(InputError):
     """The auditor or the client was closed."""
+
+
+class ContextOverflow(InputError):
+    """A prompt and its new tokens exceed the context or the memory for it; refused at admission."""
 
 
 class CodecError(SDCError, ValueError):
@@ -121,12 +133,93 @@ class DeadlineExceeded(ClusterError, TimeoutError):
     """A phase did not end before its deadline."""
 
 
+class StageError(SDCError):
+    """A stage of a pipeline failed.
+
+    Parameters
+    ----------
+    message : str
+        What was expected and what came.
+    stage : int, optional
+        The stage that is at fault; -1 where it is not known.
+    session : str, optional
+        The session in which it happened.
+    **fields
+        Further facts, kept as attributes.
+    """
+
+    stage: int
+    session: str
+
+    def __init__(self, message: str = "", *, stage: int = -1, session: str = "", **fields: Any) -> None:
+        super().__init__(message, stage=stage, session=session, **fields)
+
+
+class StaleEpoch(StageError):
+    """A message belongs to an epoch that was given up."""
+
+
+class GenerationInterrupted(StageError):
+    """A generation ended early; it can be resumed from what this error carries.
+
+    Parameters
+    ----------
+    message : str
+        What was expected and what came.
+    committed : sequence of int, optional
+        Tokens that were handed out.
+    checkpoint : dask_sdc.inference.Checkpoint, optional
+        What a later call resumes from; may hold fewer tokens than were handed out, where the
+        last ones could not be proved.
+    **fields
+        As `StageError`.
+    """
+
+    committed: tuple[int, ...]
+    checkpoint: Any
+
+    def __init__(
+        self, message: str = "", *, committed: Iterable[int] = (), checkpoint: Any = None, **fields: Any
+    ) -> None:
+        super().__init__(message, committed=tuple(committed), checkpoint=checkpoint, **fields)
+
+
+class NoSpareError(GenerationInterrupted):
+    """No spare is left to take the place of a lost stage."""
+
+
+class ReplayMismatch(GenerationInterrupted):
+    """A replay did not reproduce what was recorded.
+
+    Parameters
+    ----------
+    message : str
+        What was expected and what came.
+    position : int, optional
+        First position that is not proved.
+    what : str, optional
+        What differs: "weights", "chunk", "digest", "sketch" or "token".
+    **fields
+        As `GenerationInterrupted`; ``stage`` is the stage that was replayed.
+    """
+
+    position: int
+    what: str
+
+    def __init__(self, message: str = "", *, position: int = -1, what: str = "", **fields: Any) -> None:
+        super().__init__(message, position=position, what=what, **fields)
+
+
+class StageTimeout(GenerationInterrupted, TimeoutError):
+    """The stages did not answer before their deadline."""
+
+
 class LedgerError(SDCError):
     """The ledger's hash chain is broken or another writer holds it."""
 
 
 class CheckpointError(SDCError):
-    """A checkpoint is damaged or belongs to another fit."""
+    """A checkpoint is damaged or belongs to another fit or generation."""
 
 
 class SDCWarning(UserWarning):

@@ -37,6 +37,7 @@ EXPORTS = [
     "ClosedError",
     "ClusterError",
     "CodecError",
+    "ContextOverflow",
     "CorruptionError",
     "Covariance",
     "DeadlineExceeded",
@@ -48,6 +49,7 @@ EXPORTS = [
     "FaultPlan",
     "FitResult",
     "GaussianMixture",
+    "GenerationInterrupted",
     "Histogram",
     "InputError",
     "InputTypeError",
@@ -58,15 +60,20 @@ EXPORTS = [
     "LinearRegression",
     "Moments",
     "NoDomainError",
+    "NoSpareError",
     "NonFiniteError",
     "PCA",
     "RechunkWarning",
+    "ReplayMismatch",
     "Report",
     "SDCAuditReceipt",
     "SDCError",
     "SDCWarning",
     "ShardError",
     "ShardInfo",
+    "StageError",
+    "StageTimeout",
+    "StaleEpoch",
     "Statistic",
     "__version__",
     "arm_corruption",
@@ -140,7 +147,8 @@ def test_lowest_versions_are_the_tested_ones() -> None:
 def test_environment_has_the_same_bounds() -> None:
     extras = PROJECT["optional-dependencies"]
     wanted = bounds(
-        PROJECT["dependencies"] + extras["demo"] + extras["test"] + extras["docs"] + extras["dev"]
+        PROJECT["dependencies"]
+        + [line for name in ("demo", "models", "signing", "test", "docs", "dev") for line in extras[name]]
     )
     listed = set(conda_requirements())
     missing = {f"{CONDA_NAMES.get(name, name)}>={low}" for name, low in wanted.items()} - listed
@@ -156,7 +164,8 @@ def test_python_bound_is_the_same_everywhere() -> None:
 
 def test_every_import_is_a_declared_dependency() -> None:
     provided = metadata.packages_distributions()
-    declared = bounds(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["demo"])
+    extras = PROJECT["optional-dependencies"]
+    declared = bounds([*PROJECT["dependencies"], *extras["demo"], *extras["models"], *extras["signing"]])
     allowed = {re.sub(r"[-_.]+", "-", name).lower() for name in declared} | {PROJECT["name"]}
     pattern = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
     used = {
@@ -182,7 +191,11 @@ def test_readme_has_the_two_commands(marker: str, last: str) -> None:
 def test_dask_knows_the_commands() -> None:
     done = dask_command("sdc", "--help")
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"^  (\w+) ", done.stdout.partition("Commands:")[2], re.MULTILINE) == ["demo", "verify"]
+    assert re.findall(r"^  (\w+) ", done.stdout.partition("Commands:")[2], re.MULTILINE) == [
+        "demo",
+        "verify",
+        "weights",
+    ]
     assert done.stderr == ""
 
 

@@ -381,7 +381,7 @@ def test_a_client_that_closes_ends_a_call(shared_cluster4: str, tmp_path: Path) 
         call = pool.submit(auditor.accumulate, Waits(tmp_path), BLOCKS)
         until((tmp_path / "started").exists)
         client.close()
-        with pytest.raises(ClosedError, match="expected a running client, got one that is clos(ing|ed)"):
+        with pytest.raises(ClosedError, match="expected a running client, got one that is"):
             call.result(30)
         auditor.close()
         (tmp_path / "go").touch()

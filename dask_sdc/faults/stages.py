@@ -1,0 +1,177 @@
+"""Faults of the stages of a pipeline: deaths, frozen stages, lost messages, and wrong bits.
+
+A fault is armed on the worker that holds a stage and strikes once, at a given call. Production code has no
+branch for it: the methods of the one seat are replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dask_sdc.exceptions import InputError
+from dask_sdc.faults.flips import flip_state_bit
+
+__all__ = ["KINDS", "StageFault", "arm_replay_fault", "arm_stage_fault"]
+
+#: What can happen to a stage.
+KINDS = ("kill", "freeze", "raise", "drop", "activation", "state", "weights")
+
+
+@dataclass(frozen=True)
+class StageFault:
+    """One fault of one stage.
+
+    Parameters
+    ----------
+    kind : str
+        "kill" and "freeze" send the worker's process SIGKILL and SIGSTOP; "raise" makes the step fail;
+        "drop" loses the message to the next stage; "activation", "state" and "weights" flip one bit of an
+        output before it is recorded, of the state (KV cache) of the session, or of the weights, for good.
+    stage : int
+        Number of the stage.
+    step : int
+        Which of its chunks, counted from when the fault is armed.
+    bit : int
+        Which bit is flipped, counted over the array and modulo its bits.
+    """
+
+    kind: str
+    stage: int
+    step: int = 0
+    bit: int = 30
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InputError(f"kind: expected one of {list(KINDS)}, got {self.kind!r}")
+        for name in ("stage", "step", "bit"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise InputError(f"{name}: expected an int >= 0, got {value!r}")
+
+
+def arm_stage_fault(pipeline: Any, fault: StageFault) -> Any:
+    """Arm a fault on the worker that holds a stage now.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+        A running pipeline.
+    fault : StageFault
+        What is to happen; it strikes once.
+
+    Returns
+    -------
+    object
+        What ``client.run`` returns; to be awaited if the client is asynchronous.
+    """
+    if fault.stage >= len(pipeline.workers):
+        raise InputError(f"stage: expected one of {len(pipeline.workers)}, got {fault.stage}")
+    return pipeline.client.run(_arm, pipeline.name, fault, workers=[pipeline.workers[fault.stage]])
+
+
+def arm_replay_fault(pipeline: Any, worker: str, kind: str, call: int = 0) -> Any:
+    """Kill or freeze a worker in the middle of a replay.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+        A running pipeline.
+    worker : str
+        Address of the worker: a spare, or a survivor that feeds it.
+    kind : {"kill", "freeze"}
+        What happens.
+    call : int
+        At which call that feeds or replays chunks there, counted from now.
+    """
+    if kind not in ("kill", "freeze"):
+        raise InputError(f"kind: expected 'kill' or 'freeze', got {kind!r}")
+    return pipeline.client.run(_arm_replay, kind, call, workers=[worker])
+
+
+def _arm(name: str, fault: StageFault, dask_worker: Any) -> None:
+    seat = dask_worker.plugins["dask_sdc-stages"].seats[name]
+    if fault.kind == "drop":
+        seat.send = _dropping(seat.send, fault.step)
+    else:
+        seat.host.step = _striking(seat.host, seat.host.step, fault)
+
+
+def _arm_replay(kind: str, call: int, dask_worker: Any) -> None:
+    left = [call]
+    for name in ("sdc_stage_replay", "sdc_stage_refeed"):
+        dask_worker.handlers[name] = _dying(dask_worker.handlers[name], kind, left)
+
+
+def _dying(handler: Callable[..., Any], kind: str, left: list[int]) -> Callable[..., Any]:
+    async def handle(**arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            _signal(kind)
+        return await handler(**arguments)
+
+    return handle
+
+
+def _dropping(send: Callable[..., Any], step: int) -> Callable[..., Any]:
+    left = [step]
+
+    async def drop(address: str, epoch: int, chunk: Any) -> Any:
+        left[0] -= 1
+        return True if left[0] == -1 else await send(address, epoch, chunk)
+
+    return drop
+
+
+def _striking(host: Any, step: Callable[..., Any], fault: StageFault) -> Callable[..., Any]:
+    left = [fault.step]
+
+    def strike(chunk: Any) -> Any:
+        left[0] -= 1
+        if left[0] != -1:
+            return step(chunk)
+        match fault.kind:
+            case "kill" | "freeze":
+                _signal(fault.kind)
+            case "raise":
+                raise RuntimeError("injected fault")
+            case "activation":
+                compute = host.compute
+                host.compute = lambda *arguments: flip_state_bit(compute(*arguments), fault.bit)
+                try:
+                    return step(chunk)
+                finally:
+                    host.compute = compute
+            case "state":
+                _flip_in_place(_arrays_of(host._held[chunk.session].state), fault.bit)
+            case "weights":
+                _flip_in_place(_weights_of(host.stage), fault.bit)
+        return step(chunk)
+
+    return strike
+
+
+def _signal(kind: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+
+def _arrays_of(state: Any) -> list[np.ndarray[Any, Any]]:
+    """Return the arrays of a KV cache that hold positions."""
+    return [layer.k[:, :, : state.length] for layer in state._layers]
+
+
+def _weights_of(stage: Any) -> list[np.ndarray[Any, Any]]:
+    return [array for array in stage.model.weights.values() if array.ndim == 2 and array.dtype == np.float32]
+
+
+def _flip_in_place(arrays: list[np.ndarray[Any, Any]], bit: int) -> None:
+    """Flip one bit of the element in the middle of the first array that has one."""
+    array = next(array for array in arrays if array.size)
+    at = tuple(size // 2 for size in array.shape)
+    flipped = np.array(array[at], np.float32).view(np.uint32) ^ np.uint32(1 << bit % 32)
+    array[at] = flipped.view(np.float32)

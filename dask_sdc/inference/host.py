@@ -1,0 +1,335 @@
+"""One stage with its sessions: what a worker holds and does, without a network.
+
+Not thread-safe: one thread at a time may call a host, since a session's state, its log of inputs and its
+journal of outputs change together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dask_sdc.exceptions import CorruptionError, InputError, StageError
+from dask_sdc.inference.journal import ChunkRecord, DigestLog, Journal, boundary_digest, boundary_sketch
+from dask_sdc.inference.model.sampling import sample
+from dask_sdc.inference.stage import Stage
+
+__all__ = ["Chunk", "Output", "SessionSettings", "StageHost"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """What a stage has to know of a session.
+
+    Parameters
+    ----------
+    batch : int
+        Sequences that go together.
+    capacity : int or None
+        Most positions that will come; None is whatever the model can do.
+    sampled : bool
+        Whether the tail samples tokens from its outputs, which are logits (1, rows, V).
+    temperature, top_p, seed
+        See `sample`.
+    sketched : bool
+        Whether outputs are recorded with a sketch, which a fast replay is compared by.
+    """
+
+    batch: int = 1
+    capacity: int | None = None
+    sampled: bool = True
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    sketched: bool = False
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive positions of a session on their way to a stage.
+
+    Parameters
+    ----------
+    session : str
+        Name of the session.
+    index, position : int
+        See `ChunkRecord`.
+    array : ndarray
+        Shape (B, T, ...).
+    rows : int or None
+        Last positions whose output is wanted of the tail; None is all.
+    digest : bytes
+        `boundary_digest` of the array as its sender computed it; empty if nobody did.
+    """
+
+    session: str
+    index: int
+    position: int
+    array: Array
+    rows: int | None = None
+    digest: bytes = b""
+
+    @property
+    def width(self) -> int:
+        """Positions."""
+        return int(self.array.shape[1])
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a stage makes of a chunk: the record, and the array unless tokens say all."""
+
+    session: str
+    record: ChunkRecord
+    array: Array | None
+    rows: int | None
+
+
+@dataclass
+class _Held:
+    """One session on one stage."""
+
+    settings: SessionSettings
+    state: Any
+    log: DigestLog
+    journal: Journal | None
+    #: Rows that were wanted of each chunk, as a replay must compute the same.
+    rows: dict[int, int | None] = field(default_factory=dict)
+
+
+class StageHost:
+    """A loaded stage and its sessions.
+
+    Parameters
+    ----------
+    stage : Stage
+        The stage, loaded.
+    number : int
+        Its number in the pipeline, 0 for the head.
+    tail : bool
+        Whether it is the last one; the tail keeps no journal, as nobody is fed from it.
+    journal_bytes : int
+        Memory of the journal of one session.
+    spill : str or None
+        Folder for what does not fit; None refuses sessions that grow beyond.
+    """
+
+    def __init__(
+        self, stage: Stage, number: int, tail: bool, *, journal_bytes: int = 2**28, spill: str | None = None
+    ) -> None:
+        self.stage, self.number, self.tail = stage, number, tail
+        self._journal_bytes, self._spill = journal_bytes, spill
+        self._held: dict[str, _Held] = {}
+        self._opened = 0
+
+    # -- sessions --------------------------------------------------------------------------------
+
+    @property
+    def sessions(self) -> tuple[str, ...]:
+        """Names of the open sessions."""
+        return tuple(self._held)
+
+    def open(self, session: str, settings: SessionSettings) -> None:
+        """Give a session a new, empty state; whatever it had is forgotten."""
+        self.close(session)
+        name = f"stage {self.number}, session {session}"
+        journal = None
+        if not self.tail:
+            self._opened += 1
+            # A number of its own, as a session may be opened again while its old file is still there.
+            spill = None if self._spill is None else f"{self._spill}/{self.number}-{self._opened}-{session}"
+            journal = Journal(self._journal_bytes, spill, name=name)
+        state = self.stage.init(batch=settings.batch, capacity=settings.capacity)
+        self._held[session] = _Held(settings, state, DigestLog(name), journal)
+
+    def close(self, session: str) -> None:
+        """Forget a session; one that is not there is forgotten already."""
+        held = self._held.pop(session, None)
+        if held is not None and held.journal is not None:
+            held.journal.close()
+
+    def close_all(self) -> None:
+        """Forget every session."""
+        for session in self.sessions:
+            self.close(session)
+
+    def position(self, session: str) -> int:
+        """Return how many positions a session has here."""
+        return self._find(session).log.position
+
+    def snapshot(self, session: str) -> Any:
+        """Return what later outputs depend on; see `Stage.snapshot`."""
+        return self.stage.snapshot(self._find(session).state)
+
+    def _find(self, session: str) -> _Held:
+        held = self._held.get(session)
+        if held is None:
+            message = f"stage {self.number}: expected an open session, got {session!r}"
+            raise StageError(message, stage=self.number, session=session)
+        return held
+
+    # -- work ------------------------------------------------------------------------------------
+
+    def step(self, chunk: Chunk) -> Output:
+        """Take the next chunk of a session.
+
+        A chunk that begins before the end of what the session has takes the place of it from there on:
+        drafted positions were wrong.
+
+        Raises
+        ------
+        CorruptionError
+            If the chunk is not what its sender put a digest on.
+        StageError
+            If the chunk does not follow.
+        """
+        held = self._find(chunk.session)
+        if chunk.position < held.log.position:
+            self.truncate(chunk.session, chunk.position)
+        digest = self._proved(chunk)
+        held.log.append(ChunkRecord(chunk.index, chunk.position, chunk.width, chunk.width, digest))
+        held.rows[chunk.index] = chunk.rows
+        output = self.compute(held, chunk.array, chunk.rows)
+        return self._recorded(held, chunk, output)
+
+    def compute(self, held: _Held, array: Array, rows: int | None) -> Array:
+        """Run the stage over an array; the step that faults are injected into."""
+        return self.stage.forward(array, held.state, rows=rows if self.tail else None)
+
+    def replay(self, chunks: Sequence[Chunk], kept: Sequence[int]) -> list[ChunkRecord]:
+        """Take chunks of one session again, each in its full width, and return the records of the outputs.
+
+        Parameters
+        ----------
+        chunks : sequence of Chunk
+            They follow each other. Several are computed at once where that gives the same bits.
+        kept : sequence of int
+            Positions of each that count.
+        """
+        records: list[ChunkRecord] = []
+        for group in self._groups(chunks, kept):
+            if len(group) == 1:
+                chunk, count = group[0]
+                records.append(self.step(chunk).record)
+                if count < chunk.width:
+                    self.truncate(chunk.session, chunk.position + count)
+                    records[-1] = records[-1].cut(chunk.position + count) or records[-1]
+            else:
+                records += self._together([chunk for chunk, _ in group])
+        return records
+
+    def _groups(self, chunks: Sequence[Chunk], kept: Sequence[int]) -> list[list[tuple[Chunk, int]]]:
+        """Join whole neighbours up to the width in which a row's bits do not depend on its chunk."""
+        most = self.stage.invariant_width
+        groups: list[list[tuple[Chunk, int]]] = []
+        room = 0
+        for chunk, count in zip(chunks, kept, strict=True):
+            whole = count == chunk.width and (not self.tail or chunk.rows in (None, chunk.width))
+            if whole and groups and chunk.width <= room:
+                groups[-1].append((chunk, count))
+                room -= chunk.width
+            else:
+                groups.append([(chunk, count)])
+                room = most - chunk.width if whole else 0
+        return groups
+
+    def _together(self, chunks: list[Chunk]) -> list[ChunkRecord]:
+        held = self._find(chunks[0].session)
+        for chunk in chunks:
+            held.log.append(
+                ChunkRecord(chunk.index, chunk.position, chunk.width, chunk.width, self._proved(chunk))
+            )
+            held.rows[chunk.index] = chunk.rows
+        output = self.compute(held, np.concatenate([chunk.array for chunk in chunks], axis=1), None)
+        records, begin = [], 0
+        for chunk in chunks:
+            part = np.ascontiguousarray(output[:, begin : begin + chunk.width])
+            records.append(self._recorded(held, chunk, part).record)
+            begin += chunk.width
+        return records
+
+    def _proved(self, chunk: Chunk) -> bytes:
+        digest = boundary_digest(chunk.array)
+        if chunk.digest and digest != chunk.digest:
+            raise CorruptionError(
+                f"stage {self.number}, session {chunk.session}: expected chunk {chunk.index} with digest "
+                f"{chunk.digest.hex()}, got {digest.hex()}"
+            )
+        return digest
+
+    def _recorded(self, held: _Held, chunk: Chunk, output: Array) -> Output:
+        settings = held.settings
+        tokens = self._sampled(held, chunk, output) if self.tail and settings.sampled else ()
+        sketch = boundary_sketch(output) if settings.sketched and output.size else b""
+        width = chunk.width
+        if held.journal is not None:
+            digest = held.journal.append(chunk.index, chunk.position, output, width=width, sketch=sketch)
+        else:
+            digest = boundary_digest(output)
+        record = ChunkRecord(chunk.index, chunk.position, width, width, digest, tokens, sketch)
+        return Output(chunk.session, record, None if self.tail and settings.sampled else output, chunk.rows)
+
+    def _sampled(self, held: _Held, chunk: Chunk, logits: Array) -> tuple[int, ...]:
+        if logits.shape[0] != 1:
+            raise InputError(f"expected one sequence to sample from, got {logits.shape[0]}")
+        settings, first = held.settings, chunk.position + chunk.width - logits.shape[1]
+        return tuple(
+            sample(row, first + k + 1, settings.seed, settings.temperature, settings.top_p)
+            for k, row in enumerate(logits[0])
+        )
+
+    # -- what healing needs ----------------------------------------------------------------------
+
+    def truncate(self, session: str, position: int) -> None:
+        """Forget everything of a session from a position on.
+
+        Raises
+        ------
+        StageError
+            If the session does not reach so far.
+        """
+        held = self._held.get(session)
+        if held is None and position == 0:
+            return
+        held = self._find(session)
+        for record in held.log.truncate(position):
+            held.rows.pop(record.index, None)
+        if held.journal is not None:
+            held.journal.truncate(position)
+        if self.stage.position(held.state) > position:
+            self.stage.truncate(held.state, position)
+
+    def digests(self, session: str) -> tuple[ChunkRecord, ...]:
+        """Return the records of the inputs of a session."""
+        return self._find(session).log.records
+
+    def recorded(self, session: str, indices: Sequence[int]) -> list[Chunk]:
+        """Return recorded outputs as chunks for the next stage, proved by their digests.
+
+        Raises
+        ------
+        CorruptionError
+            If one is damaged.
+        InputError
+            If one is not there.
+        """
+        held = self._find(session)
+        if held.journal is None:
+            raise InputError(f"stage {self.number}: expected a stage with a journal, this is the tail")
+        found = {record.index: record for record in held.journal.records}
+        return [
+            Chunk(
+                session,
+                index,
+                found[index].position,
+                held.journal.read(index),
+                held.rows[index],
+                found[index].digest,
+            )
+            for index in indices
+        ]

@@ -1,0 +1,241 @@
+"""What a recovery does to a pipeline on a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import Any, TypeVar
+
+from dask_sdc.exceptions import StageError
+from dask_sdc.inference.host import Chunk, SessionSettings
+from dask_sdc.inference.journal import ChunkRecord
+from dask_sdc.inference.ops import RecoveryOps
+from dask_sdc.inference.pipeline.worker import Place, pack_chunk, unpack_record
+from dask_sdc.inference.session import SessionState, StageReport
+
+__all__ = ["ClusterOps", "Ring"]
+
+#: Chunks and positions that are replayed in one call, which has one deadline.
+_CHUNKS, _POSITIONS = 64, 1024
+
+T = TypeVar("T")
+
+
+class Ring:
+    """Who holds which stage of a pipeline, and how to speak to them.
+
+    Parameters
+    ----------
+    name : str
+        Name of the pipeline.
+    rpc : callable
+        Returns the RPC to a worker's address.
+    blobs : sequence of bytes
+        Per stage what a worker loads it from.
+    places : sequence of Place
+        Per stage where it stands.
+    topic : str
+        Where stages tell of their failures.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rpc: Callable[[str], Any],
+        blobs: Sequence[bytes],
+        places: Sequence[Place],
+        topic: str,
+    ) -> None:
+        self.name, self.topic = name, topic
+        self.blobs, self.places = tuple(blobs), tuple(places)
+        self.addresses: list[str] = [""] * len(self.blobs)
+        #: Workers that lost a stage or were refused; not used again, as they may be frozen or worse.
+        self.shunned: set[str] = set()
+        self._rpc = rpc
+
+    def __len__(self) -> int:
+        return len(self.blobs)
+
+    def call(self, stage: int, method: str, **arguments: Any) -> Awaitable[Any]:
+        """Call a method of the plugin where a stage lives."""
+        return self.call_at(self.addresses[stage], method, **arguments)
+
+    def call_at(self, address: str, method: str, **arguments: Any) -> Awaitable[Any]:
+        """Call a method of the plugin on a worker."""
+        call: Awaitable[Any] = getattr(self._rpc(address), f"sdc_stage_{method}")(
+            pipeline=self.name, **arguments
+        )
+        return call
+
+    async def seat(self, stage: int, address: str, epoch: int) -> str:
+        """Give a stage to a worker, tell its neighbours, and return the digest of its weights."""
+        digest: str = await self.call_at(
+            address,
+            "load",
+            place=asdict(self.places[stage]),
+            stage=self.blobs[stage],
+            epoch=epoch,
+            topic=self.topic,
+        )
+        self.addresses[stage] = address
+        return digest
+
+    async def wire(self, stage: int) -> None:
+        """Tell a stage who comes after it."""
+        following = self.addresses[stage + 1] if stage + 1 < len(self) else None
+        await self.call(stage, "wire", following=following)
+
+
+class ClusterOps(RecoveryOps):
+    """`RecoveryOps` by RPC to the workers' plugins.
+
+    Parameters
+    ----------
+    ring : Ring
+        The pipeline.
+    settings : callable
+        Returns the settings of a session.
+    fed : callable
+        ``fed(session, indices)`` returns chunks that were fed to the head.
+    spare : callable
+        ``spare(stage, refused)`` returns the address of a worker that can take a stage, or None.
+    gone : callable
+        Says whether a worker is known to have left, so that nobody waits for it.
+    settled : callable
+        Returns the number of the last chunk that was fed: none up to it comes back any more.
+    patience : float
+        Seconds after which a stage that does not answer counts as not reachable.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        settings: Callable[[str], SessionSettings],
+        fed: Callable[[str, Sequence[int]], list[Chunk]],
+        spare: Callable[[int, Collection[str]], Awaitable[str | None]],
+        gone: Callable[[str], bool],
+        settled: Callable[[], int],
+        patience: float,
+    ) -> None:
+        self._ring, self._settings, self._fed = ring, settings, fed
+        self._spare, self._gone, self._settled, self._patience = spare, gone, settled, patience
+        self._epoch = 0
+        # Who did not answer when the present epoch began.
+        self._silent: dict[str, BaseException] = {}
+        self._farewells: set[asyncio.Future[Any]] = set()
+
+    async def _ask_all(self, method: str, **arguments: Any) -> list[Any]:
+        """Call all stages side by side; an exception stands for whoever does not answer."""
+        calls = [self._ask(stage, method, arguments) for stage in range(len(self._ring))]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _ask(self, stage: int, method: str, arguments: dict[str, Any]) -> Any:
+        if self._gone(address := self._ring.addresses[stage]):
+            raise OSError(f"worker {address} left")
+        if address in self._silent:
+            raise self._silent[address]  # nobody waits for it twice
+        return await self._patiently(self._ring.call(stage, method, **arguments))
+
+    async def stop(self, epoch: int) -> None:
+        """Let every stage that answers enter an epoch."""
+        self._epoch = epoch
+        self._silent.clear()
+        answers = await self._ask_all("stop", epoch=epoch)
+        for address, answer in zip(self._ring.addresses, answers, strict=True):
+            if isinstance(answer, BaseException):
+                self._silent[address] = answer
+
+    async def reports(self, epoch: int) -> Sequence[StageReport]:
+        """Ask every stage."""
+        return [
+            StageReport(stage, False, detail=f"{type(answer).__name__}: {answer}")
+            if isinstance(answer, BaseException)
+            else StageReport(**answer)
+            for stage, answer in enumerate(await self._ask_all("report"))
+        ]
+
+    async def choose_spare(self, stage: int, refused: Collection[str]) -> str | None:
+        """Return a worker that can take a stage."""
+        return await self._spare(stage, refused)
+
+    async def load(self, stage: int, spare: str) -> str:
+        """Seat a spare and wire it to its neighbours."""
+        former = self._ring.addresses[stage]
+        if former != spare:
+            self._ring.shunned.add(former)
+        digest = await self._ring.seat(stage, spare, self._epoch)
+        await self._ring.wire(stage)
+        if stage > 0:
+            # A neighbour that is lost as well is wired when it is replaced.
+            await asyncio.gather(self._patiently(self._ring.wire(stage - 1)), return_exceptions=True)
+        if former != spare and not self._gone(former):
+            self._dismiss(former)
+        return digest
+
+    def _dismiss(self, address: str) -> None:
+        """Tell a worker to leave its seat, without waiting for one that may be frozen."""
+        farewell = asyncio.ensure_future(
+            asyncio.gather(self._patiently(self._ring.call_at(address, "leave")), return_exceptions=True)
+        )
+        self._farewells.add(farewell)
+        farewell.add_done_callback(self._farewells.discard)
+
+    async def _patiently(self, call: Awaitable[T]) -> T:
+        return await asyncio.wait_for(call, self._patience)
+
+    async def open(self, stage: int, session: SessionState) -> None:
+        """Open a session anew on a stage."""
+        settings = asdict(self._settings(session.session))
+        await self._ring.call(stage, "open", session=session.session, settings=settings)
+
+    async def truncate(self, stage: int, session: str, position: int) -> None:
+        """Cut a session on a stage."""
+        await self._ring.call(stage, "truncate", session=session, position=position)
+
+    async def digests(self, stage: int, session: str) -> Sequence[ChunkRecord]:
+        """Return what a stage logged of its inputs."""
+        return [unpack_record(packed) for packed in await self._ring.call(stage, "digests", session=session)]
+
+    async def replay(self, stage: int, session: SessionState, exact: bool) -> AsyncIterator[ChunkRecord]:
+        """Feed a session to a stage again."""
+        for part in _parts(session.chunks):
+            indices, kept = [chunk.index for chunk in part], [chunk.kept for chunk in part]
+            if stage == 0:
+                chunks = [pack_chunk(chunk) for chunk in self._fed(session.session, indices)]
+                packed = await self._ring.call(0, "replay", chunks=chunks, kept=kept)
+            else:
+                packed = await self._ring.call(
+                    stage - 1,
+                    "refeed",
+                    session=session.session,
+                    indices=indices,
+                    kept=kept,
+                    to=self._ring.addresses[stage],
+                )
+            for record in packed:
+                yield unpack_record(record)
+
+    async def resume(self, epoch: int) -> None:
+        """Let all stages work."""
+        chunk = self._settled()
+        answers = await self._ask_all("resume", epoch=epoch, chunk=chunk)
+        for stage, answer in enumerate(answers):
+            if isinstance(answer, BaseException):
+                raise StageError(
+                    f"stage {stage}: expected it to resume, got {answer!r}", stage=stage
+                ) from answer
+
+
+def _parts(chunks: Sequence[ChunkRecord]) -> Iterator[list[ChunkRecord]]:
+    """Cut a session into parts that are replayed in one call each."""
+    left = iter(chunks)
+    while part := list(islice(left, 1)):
+        width = part[0].width
+        for chunk in left:
+            part.append(chunk)
+            width += chunk.width
+            if len(part) == _CHUNKS or width >= _POSITIONS:
+                break
+        yield part

@@ -1,0 +1,576 @@
+"""Staged inference on a Dask cluster: what users call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import dask
+from distributed import Client
+
+from dask_sdc.cluster.session import Session
+from dask_sdc.exceptions import ClosedError, ContextOverflow, InputError, InputTypeError
+from dask_sdc.inference.checkpoint import Checkpoint, token_ids
+from dask_sdc.inference.heal import RecoveryReport
+from dask_sdc.inference.pipeline.coordinator import Coordinator, session_name
+from dask_sdc.inference.pipeline.ops import Ring
+from dask_sdc.inference.pipeline.placement import (
+    Candidate,
+    boundaries_of,
+    choose_workers,
+    expect_workers,
+    split_evenly,
+)
+from dask_sdc.inference.pipeline.session import Request, TokenSession
+from dask_sdc.inference.pipeline.worker import Place, StageWorkerPlugin, describe
+from dask_sdc.inference.speculative import Drafter, DraftStatistics
+from dask_sdc.inference.stage import TransformerStage
+from dask_sdc.inference.weights.store import WeightStore
+from dask_sdc.inference.weights.tokenizer import Tokenizer
+
+__all__ = ["Generation", "Pipeline"]
+
+logger = logging.getLogger("dask_sdc.inference")
+
+#: Seconds after which a worker that does not answer is not taken as a spare.
+_PING = 1.0
+
+#: Seconds in which a spare has to load a stage.
+_LOAD = 300.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a generation gave.
+
+    Parameters
+    ----------
+    prompt, ids : tuple of int
+        Ids of the prompt, and the generated ones.
+    text : str or None
+        The generated text, if there is a tokenizer.
+    stopped : bool
+        Whether a stop token ended it.
+    statistics : DraftStatistics
+        Of the speculation.
+    checkpoint : Checkpoint
+        From which a later call can go on.
+    """
+
+    prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+    text: str | None
+    stopped: bool
+    statistics: DraftStatistics
+    checkpoint: Checkpoint
+
+
+class Pipeline:
+    """A model in stages on the workers of a cluster, which survives the loss of a stage.
+
+    Parameters
+    ----------
+    client : Client
+        The cluster; an asynchronous client makes every method a coroutine, and the pipeline an
+        asynchronous context manager.
+    weights : WeightStore, path or URL
+        The model; see ``dask sdc weights convert``. Every worker must be able to read it.
+    stages : int or "auto"
+        How many stages; "auto" makes as many as the memory needs, two at least where there are workers.
+    boundaries : sequence of int, optional
+        First layer of every stage but the head, instead of an even split.
+    spares : int
+        Workers that are kept ready to take the place of a stage.
+    drafter : Drafter, optional
+        Guesses tokens that the stages then verify; no token changes.
+    depth : int
+        Chunks of one session in flight at most, where there is a drafter.
+    prefill_chunk : int
+        Positions of a prefill chunk.
+    timeout : float
+        Seconds without an answer after which a stage counts as frozen.
+    kv_bytes : int, optional
+        Bytes for the KV caches of all sessions per stage; a quarter of the worker's memory by default.
+    journal_bytes : int
+        Memory for what one session sends over one boundary; more goes to files.
+    spill : str or None
+        Folder for those files on the workers; None keeps all in memory, up to ``journal_bytes``.
+    tokenizer : Tokenizer, optional
+        For prompts that are text; by default the one in the weight store, if there is one.
+
+    Raises
+    ------
+    InputError
+        For bad arguments, before anything is sent to the cluster.
+    NoDomainError
+        If there are fewer workers than stages.
+    CorruptionError
+        If a stage's weights are damaged, naming the tensor.
+
+    Examples
+    --------
+    >>> with Pipeline(client, "smollm2.zarr", stages=3, spares=1) as pipeline:  # doctest: +SKIP
+    ...     print(pipeline.generate("The capital of France is", max_new_tokens=20).text)
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        weights: Any,
+        stages: int | str = "auto",
+        *,
+        boundaries: Sequence[int] | None = None,
+        spares: int = 1,
+        drafter: Drafter | None = None,
+        depth: int = 1,
+        prefill_chunk: int = 256,
+        timeout: float = 10.0,
+        kv_bytes: int | None = None,
+        journal_bytes: int = 2**28,
+        spill: str | os.PathLike[str] | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        if not isinstance(client, Client):
+            raise InputTypeError(f"client: expected a distributed.Client, got {type(client).__name__}")
+        for name, value, least in (
+            ("spares", spares, 0),
+            ("depth", depth, 1),
+            ("prefill_chunk", prefill_chunk, 1),
+            ("journal_bytes", journal_bytes, 0),
+        ):
+            _check_int(name, value, least)
+        if (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, int | float)
+            or not 0 < timeout < float("inf")
+        ):
+            raise InputError(f"timeout: expected seconds > 0, got {timeout!r}")
+        if stages != "auto":
+            _check_int("stages", stages, 1)
+        if kv_bytes is not None:
+            _check_int("kv_bytes", kv_bytes, 1)
+        self.store = weights if isinstance(weights, WeightStore) else WeightStore.open(weights)
+        self.config = self.store.config
+        self.boundaries: tuple[int, ...] = ()
+        if boundaries is not None:
+            self.boundaries = boundaries_of(boundaries, self.config.n_layers)
+            if stages not in ("auto", len(self.boundaries) + 1):
+                raise InputError(
+                    f"expected {len(self.boundaries) + 1} stages by boundaries, got stages={stages}"
+                )
+            stages = len(self.boundaries) + 1
+        self.client, self.tokenizer = client, tokenizer or _tokenizer_of(self.store)
+        self._stages, self._spares, self._drafter, self._depth = stages, spares, drafter, depth
+        self._chunk, self._timeout, self._kv_bytes = prefill_chunk, float(timeout), kv_bytes
+        self._journal_bytes, self._spill = journal_bytes, None if spill is None else os.fspath(spill)
+        self.name = f"sdc-pipeline-{uuid.uuid4().hex[:12]}"
+        self._session = Session(client, "auto", None, dask.config.get("sdc.lanes"), False, self._timeout)
+        self._coordinator: Coordinator | None = None
+        self._background: set[asyncio.Task[Any]] = set()
+        self._prepared: dict[str, set[int]] = {}
+        self._closed = False
+        if not client.asynchronous:
+            client.sync(self._start)
+
+    # -- starting --------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        await self._session.attach()
+        await self.client.register_plugin(StageWorkerPlugin())
+        candidates = await self._candidates()
+        if self._stages == "auto" and not self.boundaries:
+            self._stages = min(
+                self.config.n_layers, max(1, min(2, len(candidates)), len(candidates) - self._spares)
+            )
+        chosen = choose_workers(candidates, int(self._stages))
+        expect_workers(chosen, int(self._stages))
+        if not self.boundaries:
+            self.boundaries = self._split(chosen)
+        cuts = (0, *self.boundaries, self.config.n_layers)
+        self._parts = [TransformerStage(self.store, range(a, b)) for a, b in pairwise(cuts)]
+        places = [
+            Place(number, len(self._parts), self._journal_bytes, self._spill)
+            for number in range(len(self._parts))
+        ]
+        ring = Ring(self.name, self.client.rpc, [describe(part) for part in self._parts], places, self.name)
+        self.client.subscribe_topic(self.name, self._hear)
+        digests = await asyncio.gather(*(ring.seat(k, one.address, 0) for k, one in enumerate(chosen)))
+        await asyncio.gather(*(ring.wire(k) for k in range(len(ring))))
+        expected = [part.digest for part in self._parts]
+        if list(digests) != expected:
+            raise InputError(f"expected stages with digests {expected}, got {list(digests)}")
+        self._coordinator = Coordinator(
+            ring,
+            digests,
+            self._choose_spare,
+            self._gone,
+            self._after_recovery,
+            self._timeout,
+            self._budget(chosen),
+        )
+        self._watch(self._hear_of_workers())
+        await self._keep_spares()
+
+    async def _candidates(self) -> list[Candidate]:
+        await self._session.refresh_members()
+        scheduler: Any = self.client.scheduler
+        info = (await scheduler.identity())["workers"]
+        found = []
+        for address in self._session.addresses():
+            domain = self._session.locate(address)
+            shunned = self._coordinator is not None and address in self._ring.shunned
+            if (
+                domain is not None
+                and domain not in self._session.quarantined
+                and address in info
+                and not shunned
+            ):
+                found.append(Candidate(address, domain, int(info[address]["memory_limit"] or 0)))
+        return found
+
+    def _split(self, chosen: Sequence[Candidate]) -> tuple[int, ...]:
+        whole = [TransformerStage(self.store, range(i, i + 1)) for i in range(self.config.n_layers)]
+        sizes = [part.nbytes for part in whole]
+        return split_evenly(sizes, [one.speed for one in chosen], sizes, [one.memory for one in chosen])
+
+    def _budget(self, chosen: Sequence[Candidate]) -> int:
+        """Return the positions that the fullest stage has memory for."""
+        budgets = []
+        for part, one in zip(self._parts, chosen, strict=True):
+            memory = self._kv_bytes or (one.memory or 2**32) // 4
+            budgets.append(memory // max(1, part.bytes_per_position))
+        return min(budgets)
+
+    def _watch(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _gone(self, address: str) -> bool:
+        return self._session.locate(address) is None
+
+    # -- spares ----------------------------------------------------------------------------------
+
+    async def _choose_spare(self, stage: int, refused: Collection[str]) -> str | None:
+        ring = self._ring
+        taken = {address: self._session.locate(address) or address for address in ring.addresses}
+        candidates = await self._candidates()
+        ready = [one for one in candidates if stage in self._prepared.get(one.address, ())]
+        for pool in (ready, candidates):
+            for one in choose_workers(pool, len(pool), taken, refused):
+                if await self._answers(one.address):
+                    return one.address
+        return None
+
+    async def _answers(self, address: str) -> bool:
+        """Say whether a worker is not frozen."""
+        worker: Any = self.client.rpc(address)
+        try:
+            await asyncio.wait_for(worker.identity(), _PING)
+        except OSError:  # a TimeoutError is one
+            self._ring.shunned.add(address)
+            return False
+        return True
+
+    async def _keep_spares(self) -> None:
+        """Have as many workers as wanted ready with the weights of every stage."""
+        ring = self._ring
+        taken = {address: self._session.locate(address) or address for address in ring.addresses}
+        for one in choose_workers(await self._candidates(), self._spares, taken):
+            ready = self._prepared.setdefault(one.address, set())
+            for stage, blob in enumerate(ring.blobs):
+                if stage not in ready:
+                    await asyncio.wait_for(
+                        ring.call_at(one.address, "prepare", number=stage, stage=blob), _LOAD
+                    )
+                    ready.add(stage)
+
+    async def _after_recovery(self, report: RecoveryReport) -> None:
+        self._ring.shunned.update(report.refused)
+        for stage, address in report.placed.items():
+            self._prepared.get(address, set()).discard(stage)
+        logger.warning(
+            "Pipeline %s healed: %s", self.name, "; ".join(map(str, report.losses)) or "nothing lost"
+        )
+        self._watch(self._restore_spares())
+
+    async def _restore_spares(self) -> None:
+        try:
+            await self._keep_spares()
+        except OSError as error:
+            logger.warning("Pipeline %s has fewer spares than wanted: %s", self.name, error)
+
+    # -- news ------------------------------------------------------------------------------------
+
+    def _hear(self, event: tuple[float, Mapping[str, Any]]) -> None:
+        """Take what a stage says of itself."""
+        news = event[1]
+        if self._coordinator is not None:
+            self._coordinator.alarm(f"stage {news['stage']}: {news['why']}")
+
+    async def _hear_of_workers(self) -> None:
+        """Sound the alarm as soon as a worker that holds a stage is gone."""
+        while True:
+            await self._session.next_events(1.0)
+            lost = [address for address in self._ring.addresses if self._gone(address)]
+            if lost and self._coordinator is not None:
+                self._coordinator.alarm(f"workers left: {lost}")
+
+    # -- generation ------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Any,
+        max_new_tokens: int = 64,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[int] | None = None,
+        resume: Checkpoint | None = None,
+    ) -> Any:
+        """Generate tokens.
+
+        Parameters
+        ----------
+        prompt : str or sequence of int
+            Text (with a tokenizer) or ids, at least one.
+        max_new_tokens : int
+            Tokens to generate at most, those of ``resume`` not counted.
+        temperature : float
+            0 takes the likeliest token.
+        top_p : float
+            Mass of the tokens that are drawn from, in (0, 1].
+        seed : int
+            With temperature > 0: same seed, same tokens, whatever fails meanwhile.
+        stop : sequence of int, optional
+            Ids that end the text; by default those of the model.
+        resume : Checkpoint, optional
+            Goes on from there, after a check that it belongs to prompt, model and settings.
+
+        Returns
+        -------
+        Generation
+
+        Raises
+        ------
+        ContextOverflow
+            If prompt and new tokens exceed the context or the memory for the KV caches.
+        CheckpointError
+            If the checkpoint is another text's.
+        GenerationInterrupted
+            If a loss cannot be healed; carries the committed tokens and a checkpoint.
+        """
+        request = self._request(prompt, max_new_tokens, temperature, top_p, seed, stop, resume)
+        return self.client.sync(self._generate, request)
+
+    def stream(self, prompt: Any, max_new_tokens: int = 64, **settings: Any) -> Any:
+        """Generate tokens and yield each id as it is committed; parameters as of `generate`.
+
+        Returns
+        -------
+        iterator of int
+            An asynchronous one with an asynchronous client.
+        """
+        names = ("temperature", "top_p", "seed", "stop", "resume")
+        defaults: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "seed": 0, "stop": None, "resume": None}
+        if unknown := set(settings) - set(names):
+            raise InputError(f"expected settings among {list(names)}, got {sorted(unknown)}")
+        request = self._request(prompt, max_new_tokens, **{**defaults, **settings})
+        tokens = self._tokens(request)
+        return tokens if self.client.asynchronous else self._synchronous(tokens)
+
+    def _synchronous(self, tokens: AsyncGenerator[int, None]) -> Iterator[int]:
+        async def following() -> int | None:
+            return await anext(tokens, None)
+
+        try:
+            while (token := self.client.sync(following)) is not None:
+                yield token
+        finally:
+            self.client.sync(tokens.aclose)
+
+    async def _tokens(self, request: Request) -> AsyncGenerator[int, None]:
+        session = self._new_session(request)
+        run = self._running.run(session, self._capacity(request))
+        try:
+            async for tokens in run:
+                for token in tokens:
+                    yield token
+        finally:
+            await run.aclose()
+
+    async def _generate(self, request: Request) -> Generation:
+        session = self._new_session(request)
+        async for _ in self._running.run(session, self._capacity(request)):
+            pass
+        ids = session.fresh
+        return Generation(
+            request.prompt,
+            ids,
+            None if self.tokenizer is None else self.tokenizer.decode(ids),
+            bool(ids) and ids[-1] in request.stop,
+            session.statistics,
+            session.state().checkpoint(),
+        )
+
+    def _request(
+        self,
+        prompt: Any,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        stop: Sequence[int] | None,
+        resume: Checkpoint | None,
+    ) -> Request:
+        if self._closed:
+            raise ClosedError("expected an open pipeline, it was closed")
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InputError("prompt: expected ids, as there is no tokenizer, got text")
+            prompt = self.tokenizer.encode(prompt)
+        ids = token_ids(prompt, "prompt")
+        if not ids or max(ids) >= self.config.vocab_size:
+            raise InputError(
+                f"prompt: expected ids in 0..{self.config.vocab_size - 1}, at least one, got {ids[:8]}"
+            )
+        _check_int("max_new_tokens", max_new_tokens, 1)
+        _check_int("seed", seed, 0)
+        _check_number("temperature", temperature)
+        if _check_number("top_p", top_p) == 0 or top_p > 1:
+            raise InputError(f"top_p: expected a number in (0, 1], got {top_p!r}")
+        ends = frozenset(self.config.eos_ids if stop is None else token_ids(stop, "stop"))
+        request = Request(ids, max_new_tokens, float(temperature), float(top_p), seed, ends)
+        if resume is not None:
+            if not isinstance(resume, Checkpoint):
+                raise InputTypeError(f"resume: expected a Checkpoint, got {type(resume).__name__}")
+            resume.check(ids, self.store.digest, {**request.text, "prefill_chunk": self._chunk})
+            request = Request(**{**vars(request), "committed": resume.committed})
+        total = len(ids) + len(request.committed) + max_new_tokens
+        if total > self.config.max_context:
+            raise ContextOverflow(
+                f"expected at most {self.config.max_context} positions of prompt and new tokens, got "
+                f"{len(ids) + len(request.committed)} + {max_new_tokens}"
+            )
+        return request
+
+    def _new_session(self, request: Request) -> TokenSession:
+        facts = {
+            "tail": len(self._parts) - 1,
+            "model_digest": self.store.digest,
+            "tokenizer_digest": self.store.tokenizer_digest or "",
+            "stage_boundaries": self.boundaries,
+        }
+        depth = self._depth if self._drafter is not None else 1
+        return TokenSession(session_name(), request, self._chunk, self._drafter, depth, facts)
+
+    def _capacity(self, request: Request) -> int:
+        """Return the positions that a session may take, drafted ones included."""
+        wanted = len(request.prompt) + len(request.committed) + request.max_new_tokens
+        return min(self.config.max_context, wanted)
+
+    # -- what happened ---------------------------------------------------------------------------
+
+    @property
+    def recoveries(self) -> list[RecoveryReport]:
+        """Reports of what was healed, in order."""
+        return list(self._running.recoveries)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Addresses of the stages, from the head to the tail."""
+        return tuple(self._ring.addresses)
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """Addresses of the workers that are ready to take the place of a stage."""
+        ready = [address for address, stages in self._prepared.items() if stages and not self._gone(address)]
+        return tuple(address for address in ready if address not in self._ring.addresses)
+
+    @property
+    def _running(self) -> Coordinator:
+        if self._coordinator is None or self._closed:
+            raise ClosedError("expected a pipeline that was started and not closed")
+        return self._coordinator
+
+    @property
+    def _ring(self) -> Ring:
+        assert self._coordinator is not None
+        return self._coordinator.ring
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def close(self) -> Any:
+        """Give up the stages; may be called again. The client stays open."""
+        if self._closed:
+            return _nothing() if self.client.asynchronous else None
+        self._closed = True
+        if self.client.status != "running":
+            return _nothing() if self.client.asynchronous else None
+        return self.client.sync(self._stop)
+
+    async def _stop(self) -> None:
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._coordinator is not None:
+            await self._coordinator.close()
+            ring = self._coordinator.ring
+            leaving = {*ring.addresses, *self._prepared}
+            calls = [
+                asyncio.wait_for(ring.call_at(address, "leave", forget=True), self._timeout)
+                for address in leaving
+                if not self._gone(address)
+            ]
+            await asyncio.gather(*calls, return_exceptions=True)
+        self.client.unsubscribe_topic(self.name)
+        await self._session.detach()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __await__(self) -> Any:
+        return self._opened().__await__()
+
+    async def _opened(self) -> Pipeline:
+        if self._coordinator is None:
+            await self._start()
+        return self
+
+    async def __aenter__(self) -> Pipeline:
+        return await self._opened()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+
+def _tokenizer_of(store: WeightStore) -> Tokenizer | None:
+    """Return the store's tokenizer, None if it has none or the optional library is not there."""
+    content = store.tokenizer() if find_spec("tokenizers") is not None else None
+    return None if content is None else Tokenizer(content)
+
+
+async def _nothing() -> None:
+    return None
+
+
+def _check_int(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name}: expected an int of at least {least}, got {value!r}")
+
+
+def _check_number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise InputError(f"{name}: expected a finite number >= 0, got {value!r}")
+    return float(value)

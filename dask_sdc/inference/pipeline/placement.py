@@ -1,0 +1,152 @@
+"""Which layers make a stage, and which workers take the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dask_sdc.exceptions import InputError, NoDomainError
+
+__all__ = ["Candidate", "boundaries_of", "choose_workers", "split_evenly"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A worker that may take a stage.
+
+    Parameters
+    ----------
+    address : str
+        Where it is.
+    domain : str
+        What it fails together with.
+    memory : int
+        Bytes that it may use; 0 where that is not limited.
+    speed : float
+        How fast it is, relative to the others.
+    """
+
+    address: str
+    domain: str
+    memory: int = 0
+    speed: float = 1.0
+
+
+def boundaries_of(given: Sequence[int], n_layers: int) -> tuple[int, ...]:
+    """Return the first layer of every stage but the head, checked.
+
+    Raises
+    ------
+    InputError
+        If they do not rise, or leave a stage without a layer.
+    """
+    cuts = tuple(given)
+    whole = all(isinstance(cut, int) and not isinstance(cut, bool) for cut in cuts)
+    if not whole or any(b <= a for a, b in pairwise((0, *cuts, n_layers))):
+        raise InputError(f"boundaries: expected rising layers between 0 and {n_layers}, got {list(given)!r}")
+    return cuts
+
+
+def split_evenly(
+    costs: Sequence[float], speeds: Sequence[float], sizes: Sequence[int], memories: Sequence[int]
+) -> tuple[int, ...]:
+    """Cut layers into one contiguous stage per worker, so that the slowest stage is as fast as can be.
+
+    A search over all cuts (dynamic programming over stages and layers), exact.
+
+    Parameters
+    ----------
+    costs : sequence of float
+        Work per layer; what comes before the first and after the last one is in theirs.
+    speeds : sequence of float
+        Work per second of each stage's worker, in order.
+    sizes : sequence of int
+        Bytes per layer.
+    memories : sequence of int
+        Bytes that each worker may use; 0 is unlimited.
+
+    Returns
+    -------
+    tuple of int
+        First layer of every stage but the head.
+
+    Raises
+    ------
+    InputError
+        If there are fewer layers than stages, or the memory does not suffice.
+    """
+    n, stages = len(costs), len(speeds)
+    if stages > n:
+        raise InputError(f"stages: expected at most {n}, one per layer, got {stages}")
+    work, size = [0.0], [0]
+    for cost, nbytes in zip(costs, sizes, strict=True):
+        work.append(work[-1] + cost)
+        size.append(size[-1] + nbytes)
+    best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ())] + [None] * n
+    for speed, memory in zip(speeds, memories, strict=True):
+        following: list[tuple[float, tuple[int, ...]] | None] = [None] * (n + 1)
+        for end in range(1, n + 1):
+            for begin in range(end):
+                before = best[begin]
+                if before is None or (memory and size[end] - size[begin] > memory):
+                    continue
+                slowest = max(before[0], (work[end] - work[begin]) / speed)
+                so_far = following[end]
+                if so_far is None or slowest < so_far[0]:
+                    following[end] = (slowest, (*before[1], begin))
+        best = following
+    found = best[n]
+    if found is None:
+        raise InputError(
+            f"expected workers with memory for {size[-1]} bytes of weights in {stages} stages, "
+            f"got {[memory or 'unlimited' for memory in memories]}"
+        )
+    return found[1][1:]
+
+
+def choose_workers(
+    candidates: Sequence[Candidate],
+    count: int,
+    taken: Mapping[str, str] | None = None,
+    refused: Collection[str] = (),
+) -> list[Candidate]:
+    """Pick workers for stages, in failure domains of their own as far as there are enough.
+
+    Parameters
+    ----------
+    candidates : sequence of Candidate
+        All that are there.
+    count : int
+        How many are wanted.
+    taken : mapping of str to str, optional
+        Domain by address of the workers that hold a stage.
+    refused : collection of str, optional
+        Addresses that are not to be used.
+
+    Returns
+    -------
+    list of Candidate
+        The fastest first; fewer than wanted where there are no more.
+    """
+    taken = dict(taken or {})
+    free = [one for one in candidates if one.address not in taken and one.address not in refused]
+    used, chosen = set(taken.values()), list[Candidate]()
+    for alone in (True, False):
+        for one in sorted(free, key=lambda one: -one.speed):
+            if len(chosen) < count and one not in chosen and (not alone or one.domain not in used):
+                chosen.append(one)
+                used.add(one.domain)
+    return chosen
+
+
+def expect_workers(chosen: Sequence[Candidate], stages: int) -> None:
+    """Refuse to begin with fewer workers than stages.
+
+    Raises
+    ------
+    NoDomainError
+        If there are fewer.
+    """
+    if len(chosen) < stages:
+        raise NoDomainError(f"expected {stages} workers for as many stages, got {len(chosen)}")

@@ -1,0 +1,437 @@
+"""The worker's side of a pipeline: stages that take chunks from each other, without the scheduler.
+
+Messages go from stage to stage over the workers' own comms, in order, since a sender waits until one was
+taken before it sends the next. Everything that computes runs in a thread of its own per stage; the event
+loop only moves messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import cloudpickle
+from distributed import Worker, WorkerPlugin
+from distributed.protocol.serialize import to_serialize
+
+from dask_sdc.exceptions import StageError, StaleEpoch
+from dask_sdc.inference.host import Chunk, Output, SessionSettings, StageHost
+from dask_sdc.inference.journal import ChunkRecord
+from dask_sdc.inference.session import EpochFence, StageReport
+from dask_sdc.inference.stage import Stage
+
+__all__ = ["NAME", "StageWorkerPlugin", "pack_record", "unpack_record"]
+
+#: Name of the plugin.
+NAME = "dask_sdc-stages"
+
+#: Chunks that wait at a stage, and outputs that wait to be sent on, before whoever sends has to wait.
+_WAITING = 8
+
+T = TypeVar("T")
+
+
+def pack_record(record: ChunkRecord) -> list[Any]:
+    """Return a record as it travels."""
+    return [
+        record.index,
+        record.position,
+        record.width,
+        record.kept,
+        record.digest,
+        list(record.tokens),
+        record.sketch,
+    ]
+
+
+def unpack_record(packed: Sequence[Any]) -> ChunkRecord:
+    """Return a record that came."""
+    index, position, width, kept, digest, tokens, sketch = packed
+    return ChunkRecord(index, position, width, kept, digest, tuple(tokens), sketch)
+
+
+def pack_chunk(chunk: Chunk) -> dict[str, Any]:
+    """Return a chunk as it travels: its array out of band."""
+    return {**vars(chunk), "array": to_serialize(chunk.array)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage stands in its pipeline.
+
+    Parameters
+    ----------
+    number, stages : int
+        Its number and how many there are.
+    journal_bytes : int
+        See `StageHost`.
+    spill : str or None
+        See `StageHost`.
+    """
+
+    number: int
+    stages: int
+    journal_bytes: int
+    spill: str | None
+
+
+class Seat:
+    """One stage of one pipeline on one worker.
+
+    Parameters
+    ----------
+    host : StageHost
+        The stage and its sessions.
+    rpc : callable
+        Returns the RPC to a worker's address.
+    tell : callable
+        Called with a text when the stage cannot go on: it has failed, or cannot reach the next one.
+    epoch : int
+        The epoch to begin with.
+    """
+
+    def __init__(
+        self,
+        pipeline: str,
+        host: StageHost,
+        rpc: Callable[[str], Any],
+        tell: Callable[[str], None],
+        epoch: int,
+    ) -> None:
+        self.pipeline, self.host, self.rpc, self._tell = pipeline, host, rpc, tell
+        self.fence = EpochFence(epoch, f"stage {host.number}")
+        self.received = self.forwarded = -1
+        self.detail = ""
+        self._next: str | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"sdc-stage-{host.number}")
+        self._inbox: asyncio.Queue[tuple[int, Chunk]] = asyncio.Queue(_WAITING)
+        self._outbox: asyncio.Queue[tuple[int, Output]] = asyncio.Queue(_WAITING)
+        self._answers: dict[int, asyncio.Future[Output]] = {}
+        self._sending: asyncio.Future[bool] | None = None
+        self._tasks = [asyncio.ensure_future(self._work()), asyncio.ensure_future(self._send_on())]
+
+    # -- chunks ----------------------------------------------------------------------------------
+
+    async def deliver(self, epoch: int, chunk: Chunk) -> None:
+        """Take a chunk; returns when there is room for it, which slows a sender down."""
+        self.fence.check(epoch)
+        await self._inbox.put((epoch, chunk))
+        if epoch == self.fence.epoch:
+            self.received = max(self.received, chunk.index)
+
+    async def answer(self, epoch: int, index: int) -> Output:
+        """Wait for the tail's output of a chunk."""
+        self.fence.check(epoch)
+        try:
+            return await asyncio.shield(self._expected(index))
+        finally:
+            self._answers.pop(index, None)
+
+    def _expected(self, index: int) -> asyncio.Future[Output]:
+        if index not in self._answers:
+            self._answers[index] = asyncio.get_running_loop().create_future()
+        return self._answers[index]
+
+    async def _work(self) -> None:
+        while True:
+            epoch, chunk = await self._inbox.get()
+            if epoch != self.fence.epoch or self.detail:
+                continue
+            try:
+                output = await self.run(self.host.step, chunk)
+            except Exception as error:
+                if epoch == self.fence.epoch:
+                    self._failed(f"chunk {chunk.index}: {type(error).__name__}: {error}")
+                continue
+            if epoch == self.fence.epoch:
+                await self._outbox.put((epoch, output))
+
+    async def _send_on(self) -> None:
+        while True:
+            epoch, output = await self._outbox.get()
+            if epoch != self.fence.epoch or self.detail:
+                continue
+            if self.host.tail:
+                self._expected(output.record.index).set_result(output)
+            elif not await self._sent_in_time(epoch, output):
+                continue
+            if epoch == self.fence.epoch:
+                self.forwarded = max(self.forwarded, output.record.index)
+
+    async def _sent_in_time(self, epoch: int, output: Output) -> bool:
+        """Send an output, no longer than until the epoch ends: the next stage may be frozen."""
+        self._sending = asyncio.ensure_future(self._sent(epoch, output))
+        try:
+            return await self._sending
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return False
+
+    async def _sent(self, epoch: int, output: Output) -> bool:
+        record, array = output.record, output.array
+        assert array is not None and self._next is not None
+        chunk = Chunk(output.session, record.index, record.position, array, output.rows, record.digest)
+        try:
+            return await self.send(self._next, epoch, chunk)
+        except (OSError, StageError) as error:
+            self.detail = f"cannot reach the next stage: {type(error).__name__}: {error}"
+            self._tell(self.detail)
+            return False
+
+    async def send(self, address: str, epoch: int, chunk: Chunk) -> bool:
+        """Send a chunk to a worker and return whether it was taken; where messages are dropped and bent."""
+        taken: bool = await self.rpc(address).sdc_stage_chunk(
+            pipeline=self.pipeline, epoch=epoch, chunk=pack_chunk(chunk)
+        )
+        return taken
+
+    def _failed(self, why: str) -> None:
+        # A state that was half updated must not be used: the stage rests until it is replaced or reset.
+        self.detail = f"failed at {why}"
+        self._tell(self.detail)
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """Run something of the host in the stage's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args))
+
+    # -- epochs ----------------------------------------------------------------------------------
+
+    def stop(self, epoch: int) -> None:
+        """Enter an epoch and drop what waits.
+
+        What is being computed is dropped when it is done; whatever is asked of the host next waits for that.
+        """
+        self.fence.rise(epoch)
+        if self._sending is not None:
+            self._sending.cancel()
+        for queue in (self._inbox, self._outbox):
+            while not queue.empty():
+                queue.get_nowait()
+        for index, waiting in list(self._answers.items()):
+            del self._answers[index]
+            if not waiting.done():
+                waiting.set_exception(StaleEpoch(f"stage {self.host.number}: epoch {epoch} began"))
+                waiting.exception()  # perhaps nobody waits any more
+
+    def report(self) -> StageReport:
+        """Say how far the stage got."""
+        return StageReport(
+            self.host.number, True, self.received, self.forwarded, self.fence.epoch, self.detail
+        )
+
+    def wire(self, following: str | None) -> None:
+        """Send outputs to a worker from now on."""
+        self._next = following
+
+    def resume(self, epoch: int, chunk: int) -> None:
+        """Work on after a recovery; chunks up to ``chunk`` are settled."""
+        self.fence.check(epoch)
+        self.received = self.forwarded = chunk
+        self.detail = ""
+
+    async def close(self) -> None:
+        """Stop, and forget every session."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._pool.shutdown)
+        self.host.close_all()
+
+
+class StageWorkerPlugin(WorkerPlugin):
+    """Holds the stages of pipelines on a worker and answers their RPC."""
+
+    name = NAME
+    # Several pipelines share it.
+    idempotent = True
+
+    async def setup(self, worker: Worker) -> None:
+        """Add the RPC handlers."""
+        self.worker = worker
+        self.seats: dict[str, Seat] = {}
+        # Stages that are loaded and wait for a seat, by pipeline and number.
+        self.spares: dict[str, dict[int, Stage]] = {}
+        self._loading: dict[tuple[str, int], asyncio.Future[Stage]] = {}
+        worker.handlers.update(self._handlers())
+
+    async def teardown(self, worker: Worker) -> None:
+        """Leave nothing behind."""
+        for name in self._handlers():
+            worker.handlers.pop(name, None)
+        for pipeline in list(self.seats):
+            await self.leave(pipeline)
+
+    def _handlers(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        return {
+            f"sdc_stage_{method.__name__}": method
+            for method in (
+                self.prepare,
+                self.load,
+                self.wire,
+                self.leave,
+                self.open,
+                self.close,
+                self.chunk,
+                self.answer,
+                self.stop,
+                self.report,
+                self.resume,
+                self.truncate,
+                self.digests,
+                self.refeed,
+                self.replay,
+            )
+        }
+
+    def _seat(self, pipeline: str) -> Seat:
+        seat = self.seats.get(pipeline)
+        if seat is None:
+            raise StageError(
+                f"worker {self.worker.address}: expected a stage of pipeline {pipeline}, got none"
+            )
+        return seat
+
+    # -- stages ----------------------------------------------------------------------------------
+
+    async def prepare(self, pipeline: str, number: int, stage: bytes) -> str:
+        """Load a stage that may be needed here and return its digest (RPC handler)."""
+        return (await self._loaded(pipeline, number, stage)).digest
+
+    async def _loaded(self, pipeline: str, number: int, blob: bytes) -> Stage:
+        ready = self.spares.setdefault(pipeline, {})
+        if number in ready:
+            return ready[number]
+        # Whoever asks meanwhile waits for the same.
+        key = (pipeline, number)
+        if key not in self._loading:
+            self._loading[key] = asyncio.ensure_future(asyncio.to_thread(_load, blob))
+        try:
+            ready[number] = await asyncio.shield(self._loading[key])
+        finally:
+            self._loading.pop(key, None)
+        return ready[number]
+
+    async def load(
+        self, pipeline: str, place: Mapping[str, Any], stage: bytes, epoch: int, topic: str
+    ) -> str:
+        """Give a stage of a pipeline a seat here and return its digest (RPC handler)."""
+        await self.leave(pipeline)
+        where = Place(**place)
+        loaded = await self._loaded(pipeline, where.number, stage)
+        del self.spares[pipeline][where.number]
+        host = StageHost(
+            loaded,
+            where.number,
+            where.number == where.stages - 1,
+            journal_bytes=where.journal_bytes,
+            spill=where.spill,
+        )
+
+        def tell(why: str) -> None:
+            self.worker.log_event(topic, {"op": "stage", "stage": where.number, "why": why})
+
+        self.seats[pipeline] = Seat(pipeline, host, self.worker.rpc, tell, epoch)
+        return loaded.digest
+
+    async def wire(self, pipeline: str, following: str | None) -> None:
+        """Tell a stage who comes after it (RPC handler)."""
+        self._seat(pipeline).wire(following)
+
+    async def leave(self, pipeline: str, forget: bool = False) -> None:
+        """Give up the seat in a pipeline, if there is one, perhaps its loaded stages too (RPC handler)."""
+        seat = self.seats.pop(pipeline, None)
+        if forget:
+            self.spares.pop(pipeline, None)
+        if seat is not None:
+            await seat.close()
+
+    # -- sessions --------------------------------------------------------------------------------
+
+    async def open(self, pipeline: str, session: str, settings: Mapping[str, Any]) -> None:
+        """Open a session (RPC handler)."""
+        seat = self._seat(pipeline)
+        await seat.run(seat.host.open, session, SessionSettings(**settings))
+
+    async def close(self, pipeline: str, session: str) -> None:
+        """Close a session (RPC handler)."""
+        seat = self._seat(pipeline)
+        await seat.run(seat.host.close, session)
+
+    async def chunk(self, pipeline: str, epoch: int, chunk: Mapping[str, Any]) -> bool:
+        """Take a chunk; return whether it belongs to this epoch (RPC handler)."""
+        try:
+            await self._seat(pipeline).deliver(epoch, Chunk(**chunk))
+        except StaleEpoch:
+            return False  # a late message is no error
+        return True
+
+    async def answer(self, pipeline: str, epoch: int, index: int) -> dict[str, Any] | None:
+        """Return the tail's output of a chunk once there is one, None if its epoch ended (RPC handler)."""
+        try:
+            output = await self._seat(pipeline).answer(epoch, index)
+        except StaleEpoch:
+            return None
+        array = None if output.array is None else to_serialize(output.array)
+        return {"record": pack_record(output.record), "array": array}
+
+    # -- healing ---------------------------------------------------------------------------------
+
+    async def stop(self, pipeline: str, epoch: int) -> None:
+        """Enter an epoch and rest (RPC handler)."""
+        self._seat(pipeline).stop(epoch)
+
+    async def report(self, pipeline: str) -> dict[str, Any]:
+        """Return the stage's report (RPC handler)."""
+        return asdict(self._seat(pipeline).report())
+
+    async def resume(self, pipeline: str, epoch: int, chunk: int) -> None:
+        """Work on (RPC handler)."""
+        self._seat(pipeline).resume(epoch, chunk)
+
+    async def truncate(self, pipeline: str, session: str, position: int) -> None:
+        """Forget a session from a position on (RPC handler)."""
+        seat = self._seat(pipeline)
+        await seat.run(seat.host.truncate, session, position)
+
+    async def digests(self, pipeline: str, session: str) -> list[list[Any]]:
+        """Return the records of a session's inputs (RPC handler)."""
+        return [pack_record(record) for record in self._seat(pipeline).host.digests(session)]
+
+    async def refeed(
+        self, pipeline: str, session: str, indices: Sequence[int], kept: Sequence[int], to: str
+    ) -> list[list[Any]]:
+        """Feed recorded outputs to a stage that replays, and return its records (RPC handler)."""
+        seat = self._seat(pipeline)
+        chunks = await seat.run(seat.host.recorded, session, indices)
+        packed = [pack_chunk(chunk) for chunk in chunks]
+        records: list[list[Any]] = await self.worker.rpc(to).sdc_stage_replay(
+            pipeline=pipeline, chunks=packed, kept=kept
+        )
+        return records
+
+    async def replay(
+        self, pipeline: str, chunks: Sequence[Mapping[str, Any]], kept: Sequence[int]
+    ) -> list[list[Any]]:
+        """Take chunks again and return the records of the outputs (RPC handler)."""
+        seat = self._seat(pipeline)
+        records = await seat.run(seat.host.replay, [Chunk(**chunk) for chunk in chunks], kept)
+        return [pack_record(record) for record in records]
+
+
+def describe(stage: Stage) -> bytes:
+    """Return a stage as it travels to a worker."""
+    blob: bytes = cloudpickle.dumps(stage)
+    return blob
+
+
+def _load(blob: bytes) -> Stage:
+    stage: Stage = pickle.loads(blob)
+    stage.load()
+    return stage

@@ -1,0 +1,214 @@
+"""A pipeline on a cluster in this process: the tokens are those of one process, whatever is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, Scheduler, Worker
+from distributed.utils_test import gen_cluster
+
+from dask_sdc.exceptions import (
+    CheckpointError,
+    ClosedError,
+    ContextOverflow,
+    InputError,
+    NoDomainError,
+)
+from dask_sdc.inference.checkpoint import Checkpoint
+from dask_sdc.inference.pipeline import Pipeline
+from dask_sdc.inference.speculative import NGramDrafter
+from dask_sdc.inference.weights.store import WeightStore
+from tests.inference.pipeline.models import PROMPT, generated, write_store
+
+FOUR = [("127.0.0.1", 1)] * 4
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    return write_store(tmp_path_factory.mktemp("weights") / "tiny.zarr")
+
+
+@pytest.fixture(scope="module")
+def plain(store: WeightStore) -> tuple[int, ...]:
+    return generated(store, PROMPT, 32)
+
+
+def in_cluster(body: Any) -> None:
+    """Run a coroutine function with a client of four workers in this process."""
+
+    @gen_cluster(client=True, nthreads=FOUR, timeout=100)
+    async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
+        await body(c)
+
+    run()
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_tokens_are_those_of_one_process(store: WeightStore, plain: tuple[int, ...], stages: int) -> None:
+    async def body(c: Client) -> None:
+        async with Pipeline(c, store, stages=stages, spares=0) as pipeline:
+            assert len(pipeline.workers) == stages
+            done = await pipeline.generate(PROMPT, 32)
+            assert (done.ids, done.prompt, done.stopped) == (plain, PROMPT, False)
+            for options in ({"temperature": 0.8, "seed": 7}, {"temperature": 1.5, "top_p": 0.7, "seed": 1}):
+                sampled = await pipeline.generate(PROMPT, 16, **options)
+                assert sampled.ids == generated(store, PROMPT, 16, **options)
+            streamed = [token async for token in pipeline.stream(PROMPT, 8)]
+            assert tuple(streamed) == plain[:8]
+
+    in_cluster(body)
+
+
+def test_a_stop_token_ends_the_text(store: WeightStore, plain: tuple[int, ...]) -> None:
+    async def body(c: Client) -> None:
+        async with Pipeline(c, store, stages=2, spares=0) as pipeline:
+            end = plain[5]
+            done = await pipeline.generate(PROMPT, 32, stop=[end])
+            assert done.ids == plain[: plain.index(end) + 1]
+            assert done.stopped
+
+    in_cluster(body)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_speculation_changes_no_token(store: WeightStore, depth: int) -> None:
+    prompt = (5, 6, 7, 8) * 6
+    drafter = NGramDrafter(n=3, width=4)
+
+    async def body(c: Client) -> None:
+        async with Pipeline(c, store, stages=3, spares=0, drafter=drafter, depth=depth) as pipeline:
+            done = await pipeline.generate(prompt, 40)
+            assert done.ids == generated(store, prompt, 40)
+            assert done.statistics.traversals > 0
+            assert done.statistics.committed >= 39
+            sampled = await pipeline.generate(prompt, 24, temperature=0.7, seed=3)
+            assert sampled.ids == generated(store, prompt, 24, temperature=0.7, seed=3)
+
+    in_cluster(body)
+
+
+def test_several_sessions_at_once_and_prefill_in_chunks(store: WeightStore) -> None:
+    prompts = [tuple((7 * i + k) % 97 for k in range(20 + 9 * i)) for i in range(4)]
+
+    async def body(c: Client) -> None:
+        async with Pipeline(c, store, stages=3, spares=0, prefill_chunk=7) as pipeline:
+            done = await asyncio.gather(*(pipeline.generate(prompt, 12) for prompt in prompts))
+            assert [one.ids for one in done] == [generated(store, prompt, 12) for prompt in prompts]
+
+    in_cluster(body)
+
+
+def test_sessions_wait_for_memory_and_too_long_ones_are_refused(
+    store: WeightStore, plain: tuple[int, ...]
+) -> None:
+    async def body(c: Client) -> None:
+        positions = 60
+        part = Pipeline(c, store, stages=3, spares=0, kv_bytes=2 * positions * 2 * 2 * 16 * 4)
+        async with part as pipeline:
+            budget = pipeline._running.budget
+            assert 40 <= budget < 256
+            with pytest.raises(ContextOverflow, match=f"at most {budget} positions"):
+                await pipeline.generate(PROMPT, budget)
+            done = await asyncio.gather(*(pipeline.generate(PROMPT, 30) for _ in range(3)))
+            assert [one.ids for one in done] == [plain[:30]] * 3
+            assert pipeline._running._taken == 0
+            with pytest.raises(ContextOverflow, match="at most 256 positions"):
+                await pipeline.generate(PROMPT, 249)
+
+    in_cluster(body)
+
+
+def test_a_checkpoint_goes_on_and_refuses_others(store: WeightStore, plain: tuple[int, ...]) -> None:
+    async def body(c: Client) -> None:
+        async with Pipeline(c, store, stages=2, spares=0) as pipeline:
+            first = await pipeline.generate(PROMPT, 20)
+            assert Checkpoint.from_bytes(first.checkpoint.to_bytes()) == first.checkpoint
+        async with Pipeline(c, store, stages=3, spares=0) as pipeline:
+            rest = await pipeline.generate(PROMPT, 12, resume=first.checkpoint)
+            assert rest.ids == plain[20:]
+            for changed, message in (
+                ({"temperature": 0.5}, "temperature"),
+                ({"seed": 4}, "seed"),
+                ({"stop": [1]}, "stop"),
+            ):
+                with pytest.raises(CheckpointError, match=message):
+                    await pipeline.generate(PROMPT, 4, resume=first.checkpoint, **changed)
+            with pytest.raises(CheckpointError, match="prompt"):
+                await pipeline.generate(PROMPT[:-1], 4, resume=first.checkpoint)
+
+    in_cluster(body)
+
+
+def test_bad_input_is_refused_before_anything_is_sent(store: WeightStore) -> None:
+    async def body(c: Client) -> None:
+        for options, message in (
+            ({"stages": 0}, "stages: expected an int of at least 1, got 0"),
+            ({"spares": -1}, "spares"),
+            ({"timeout": float("nan")}, "timeout"),
+            ({"prefill_chunk": True}, "prefill_chunk"),
+            ({"boundaries": [6]}, "boundaries"),
+            ({"boundaries": [2], "stages": 3}, "expected 2 stages by boundaries"),
+        ):
+            with pytest.raises(InputError, match=message):
+                Pipeline(c, store, **options)
+        with pytest.raises(NoDomainError, match="expected 5 workers"):
+            await Pipeline(c, store, stages=5)
+        async with Pipeline(c, store, stages=2, spares=0) as pipeline:
+            for arguments, message in (
+                (((), 4), "prompt"),
+                (((97,), 4), r"ids in 0\.\.96"),
+                (("text", 4), "no tokenizer"),
+                ((PROMPT, 0), "max_new_tokens"),
+                ((PROMPT, 4.0), "max_new_tokens"),
+            ):
+                with pytest.raises(InputError, match=message):
+                    await pipeline.generate(*arguments)
+            for options, message in (
+                ({"temperature": -1}, "temperature"),
+                ({"top_p": 0}, "top_p"),
+                ({"seed": -1}, "seed"),
+            ):
+                with pytest.raises(InputError, match=message):
+                    await pipeline.generate(PROMPT, 4, **options)
+            with pytest.raises(InputError, match="expected settings among"):
+                pipeline.stream(PROMPT, 4, width=3)
+        with pytest.raises(ClosedError):
+            await pipeline.generate(PROMPT, 4)
+        await pipeline.close()
+
+    in_cluster(body)
+
+
+def test_nothing_is_left_on_the_workers(store: WeightStore) -> None:
+    @gen_cluster(client=True, nthreads=FOUR, timeout=100)
+    async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
+        async with Pipeline(c, store, stages=3, spares=1) as pipeline:
+            await pipeline.generate(PROMPT, 4)
+            seats = [seat for w in workers for seat in w.plugins["dask_sdc-stages"].seats.values()]
+            assert len(seats) == 3
+            assert [seat.host.sessions for seat in seats] == [()] * 3
+        assert [w.plugins["dask_sdc-stages"].seats for w in workers] == [{}] * 4
+        assert [w.plugins["dask_sdc-stages"].spares for w in workers] == [{}] * 4
+
+    run()
+
+
+def test_weights_that_were_damaged_are_refused(store: WeightStore, tmp_path: Path) -> None:
+    damaged = write_store(tmp_path / "damaged.zarr")
+    chunk = next(
+        p
+        for p in sorted((tmp_path / "damaged.zarr" / "layers.3.mlp.up.weight").rglob("c/**/*"))
+        if p.is_file()
+    )
+    raw = bytearray(chunk.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    chunk.write_bytes(raw)
+
+    async def body(c: Client) -> None:
+        with pytest.raises(Exception, match=r"layers\.3\.mlp\.up\.weight"):
+            await Pipeline(c, damaged, stages=3, spares=0)
+
+    in_cluster(body)
