@@ -41,15 +41,18 @@ def pipeline(client: Client, path: Path) -> Iterator[Pipeline]:
     pids = client.run(os.getpid)
     with Pipeline(client, path, stages=STAGES, spares=2, timeout=TIMEOUT, prefill_chunk=CHUNK) as running:
         yield running
-    for pid in pids.values():
-        if frozen(pid):
-            os.kill(pid, signal.SIGKILL)
+    lost = [address for address, pid in pids.items() if not alive(pid)]
+    for address in lost:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[address], signal.SIGKILL)
+    while set(lost) & set(client.scheduler_info(n_workers=-1)["workers"]):
+        time.sleep(0.05)
 
 
-def frozen(pid: int) -> bool:
-    """Say whether a process is stopped."""
+def alive(pid: int) -> bool:
+    """Say whether a process is there and not stopped."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZ"
     return False
 
 
