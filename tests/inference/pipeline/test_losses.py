@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
 from dask_sdc.exceptions import NoSpareError
 from dask_sdc.inference.pipeline import Pipeline
@@ -32,18 +31,14 @@ def store(folder: Path) -> WeightStore:
     return write_store(folder)
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with (
-        LocalCluster(n_workers=5, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
+@pytest.fixture
+def client(fresh_cluster: Callable[[int], Client]) -> Client:
+    return fresh_cluster(5)
 
 
 @contextlib.contextmanager
 def signalled(client: Client, address: str, number: int) -> Iterator[None]:
-    """Send a signal to a worker's process; it is killed at the end, so that its nanny starts another."""
+    """Send a signal to a worker's process, which is killed at the end."""
     pid = client.run(os.getpid, workers=[address])[address]
     os.kill(pid, number)
     try:
@@ -51,10 +46,6 @@ def signalled(client: Client, address: str, number: int) -> Iterator[None]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while address in client.scheduler_info()["workers"] and time.monotonic() < deadline:
-            time.sleep(0.05)
-        client.wait_for_workers(5, timeout=60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
