@@ -107,7 +107,9 @@ def speed(bench: Bench, ours: Transformer, theirs: Any, prompt: list[int]) -> No
     )
     bench.figure("our_tokens_per_s", count / times.median("ours"))
     bench.figure("their_tokens_per_s", count / times.median("theirs"))
-    bench.figure("decode_of_theirs", times.ratio("theirs", "ours"), at_least=1.0)
+    # A quick run shows that they agree; its few tokens say little of speed.
+    bound = None if bench.quick else 1.0
+    bench.figure("decode_of_theirs", times.ratio("theirs", "ours"), at_least=bound)
 
 
 def measure(bench: Bench) -> None:
