@@ -49,7 +49,9 @@ def signalled(client: Client, address: str, number: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_a_lost_stage_changes_no_token(
     client: Client, folder: Path, store: WeightStore, stage: int, number: int
 ) -> None:

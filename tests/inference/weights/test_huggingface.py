@@ -271,8 +271,7 @@ def test_transformers_llama(kind: str, tied: bool, tmp_path: Path) -> None:
 
 
 def test_transformers_llama_with_biases_in_bfloat16(tmp_path: Path) -> None:
-    import torch
-
+    torch = pytest.importorskip("torch")
     state = saved_by_transformers("llama", tmp_path, "bfloat16", attention_bias=True, mlp_bias=True)
     source = open_huggingface(tmp_path)
     for name in [*LLAMA_NAMES, "layers.0.attention.v.bias", "layers.1.mlp.gate.bias"]:
