@@ -37,17 +37,17 @@ def inject(client: Client, *faults: Fault) -> None:
 )
 def test_a_persistent_fault_is_named_and_healed(fresh_cluster: Make, kind: str, where: str) -> None:
     client = fresh_cluster(4)
-    with Auditor(client, audit_rate=0.25, seed=1) as auditor:
-        inject(client, Fault(kind, where, domain="2"))
+    # A high bit: one so low that it stays inside of the envelope is followed up, but accuses nobody.
+    bit = 62 if kind == "one_bit" else None
+    with Auditor(client, audit_rate=1.0, seed=1) as auditor:
+        inject(client, Fault(kind, where, domain="2", bit=bit))
         state = auditor.accumulate(Sums(), BLOCKS)
 
     assert state["n"] == 32 * 50
     np.testing.assert_array_equal(state["sum"], TOTAL)
-    # A bit so low that it stays inside of the envelope is followed up, but accuses nobody.
-    accusing = [r for r in auditor.receipts if r.quarantine_status != "deferred:environment_difference"]
-    assert {r.suspected_domains for r in accusing} == {("2",)}
-    assert {r.quarantine_status for r in accusing} == {"committed"}
-    assert {r.persistence for r in accusing} == {"persistent"}
+    assert {r.suspected_domains for r in auditor.receipts} == {("2",)}
+    assert {r.quarantine_status for r in auditor.receipts} == {"committed"}
+    assert {r.persistence for r in auditor.receipts} == {"persistent"}
     assert set(auditor.quarantined) == {"2"}
     assert len(client.scheduler_info(n_workers=-1)["workers"]) == 3
 
