@@ -94,7 +94,7 @@ class Coordinator:
         """
         async with self._admitted(capacity):
             name = session.name
-            self._settings[name] = session.settings(capacity, sketched=False)
+            self._settings[name] = session.settings(capacity)
             self._sessions[name] = session
             try:
                 await self._until_healed(session, self._open(session))

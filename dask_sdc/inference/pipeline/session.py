@@ -65,8 +65,12 @@ class Feed:
     position: int
     array: Array
     rows: int
-    width: int
     draft: int = -1
+
+    @property
+    def width(self) -> int:
+        """Positions."""
+        return int(self.array.shape[1])
 
 
 class TokenSession:
@@ -100,7 +104,6 @@ class TokenSession:
         self.name, self.request = name, request
         self.committed: list[int] = list(request.committed)
         self.statistics = DraftStatistics()
-        self.exact = True
         self.epoch = -1
         self._chunk, self._drafter, self._depth, self._facts = chunk, drafter, depth, facts
         # The prefill feeds the prompt and what was committed before, but for the driver token.
@@ -152,13 +155,12 @@ class TokenSession:
             self._facts["stage_boundaries"],
             # While a resumed text is fed, its tokens are ahead of the positions.
             resumed=0 if whole else len(self.committed),
-            exact=self.exact,
         )
 
-    def settings(self, capacity: int, sketched: bool) -> SessionSettings:
+    def settings(self, capacity: int) -> SessionSettings:
         """Return what the stages have to know."""
         request = self.request
-        return SessionSettings(1, capacity, True, request.temperature, request.top_p, request.seed, sketched)
+        return SessionSettings(1, capacity, True, request.temperature, request.top_p, request.seed)
 
     def fed(self, indices: Sequence[int]) -> list[Chunk]:
         """Return chunks that were fed."""
@@ -187,7 +189,7 @@ class TokenSession:
         ids = self._given[begin:end]
         rows = len(ids) if begin >= prompt else int(end == prompt)
         self._ahead += len(ids)
-        return Feed(begin, np.asarray([ids], np.int64), rows, len(ids))
+        return Feed(begin, np.asarray([ids], np.int64), rows)
 
     def _decode(self) -> Feed | None:
         if self._window is None:
@@ -199,7 +201,7 @@ class TokenSession:
         if drafted is None:
             return None
         ids = np.asarray([drafted.tokens], np.int64)
-        return Feed(drafted.position, ids, len(drafted.tokens), len(drafted.tokens), drafted.index)
+        return Feed(drafted.position, ids, len(drafted.tokens), drafted.index)
 
     def sent(self, index: int, feed: Feed) -> Chunk:
         """Note that a chunk is on its way under a number, and return it."""
