@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from dask_sdc.cluster.inputs import InputBook, Reading
+from dask_sdc.cluster.inputs import InputBook, Judgement, Reading
 from dask_sdc.cluster.session import Session, Work
 from dask_sdc.evidence.envelope import Comparison, compare_payloads
 from dask_sdc.evidence.fold import SealedFold
@@ -22,7 +22,9 @@ from dask_sdc.policy.messages import (
     Case,
     Close,
     Dispatch,
+    Event,
     Evict,
+    Exposed,
     Heard,
     Instruction,
     Landed,
@@ -187,9 +189,9 @@ class RoundDriver:
                 events = await self._session.next_events(_TICK)
                 instructions: list[Instruction] = []
                 for event in events or [Tick(loop.time())]:
-                    if isinstance(event, Landed):
-                        event = await self._check_inputs(event)
-                    instructions += self._machine.handle(event)
+                    checked = await self._check_inputs(event) if isinstance(event, Landed) else [event]
+                    for one in checked:
+                        instructions += self._machine.handle(one)
                 self._execute(instructions)
                 await self._fold_along()
             state = await self._folded_state()
@@ -230,15 +232,16 @@ class RoundDriver:
 
     # -- inputs ------------------------------------------------------------------------
 
-    async def _check_inputs(self, event: Landed) -> Landed:
+    async def _check_inputs(self, event: Landed) -> list[Event]:
         """Compare each shard's input with what others saw of it.
 
         A persisted block that may have changed in memory is dropped, so that Dask computes it again,
         and its shard is tried anew. Who read its source wrongly shows a violation.
         """
-        records, void = [], set()
+        records, void, exposures = [], set(), []
         for record in event.result.records:
-            reading = self._judge_input(record, event.result)
+            reading, exposed = self._judge_input(record, event.result)
+            exposures += [self._exposure(name, record, event) for name in exposed]
             if reading is Reading.SOUND:
                 records.append(record)
             elif reading is Reading.WRONG:
@@ -248,25 +251,27 @@ class RoundDriver:
             else:
                 void.add(record.shard_id)
                 await self._read_again(record, event.result)
-        return replace(event, result=replace(event.result, records=tuple(records)), void=frozenset(void))
+        event = replace(event, result=replace(event.result, records=tuple(records)), void=frozenset(void))
+        return [event, *exposures]
 
-    def _judge_input(self, record: SealedStatistic, batch: SealedBatch) -> Reading:
+    def _judge_input(self, record: SealedStatistic, batch: SealedBatch) -> Judgement:
         if not record.input_digest:
-            return Reading.SOUND
-        persisted = bool(self._work.source.locality[record.shard_id])
-        reading, exposed = self._memory.inputs.judge(
+            return Judgement(Reading.SOUND)
+        return self._memory.inputs.judge(
             record.shard_id,
             record.input_digest,
             batch.domain,
             role=batch.role,
             audited=self._machine.audits(record.shard_id),
-            persisted=persisted,
+            persisted=bool(self._work.source.locality[record.shard_id]),
             number=self._work.round,
         )
-        if batch.role == "primary" and not persisted:
-            for name in exposed:
-                self._expose(name, record, batch)
-        return reading
+
+    def _exposure(self, name: str, record: SealedStatistic, event: Landed) -> Exposed:
+        batch = event.result
+        by = Heard(record, batch.domain, batch.worker, batch.fingerprint, batch.role, batch.attempt)
+        why = f"read another input of shard {record.shard_id}; others saw {record.input_digest.hex()}"
+        return Exposed(name, record.shard_id, why, by, event.now)
 
     async def _read_again(self, record: SealedStatistic, batch: SealedBatch) -> None:
         """Have a shard's input read once more, from a fresh block if it is a persisted one."""
@@ -283,59 +288,23 @@ class RoundDriver:
                 worker=batch.worker,
             )
         self._machine.record.mismatches += 1
-        self._receive(
-            self._receipt_of_input(
-                record,
-                batch,
-                reason="the persisted input block changed in memory",
-                healed="every replica of the block was dropped and computed again",
-            )
-        )
-
-    def _expose(self, name: str, record: SealedStatistic, batch: SealedBatch) -> None:
-        """Name who read a shard's source wrongly before, as two others show.
-
-        What it did since its last clean audit is done again where that is possible.
-        """
-        if name in self._machine.record.suspects:
-            return
-        self._machine.record.suspects.append(name)
-        self._machine.record.mismatches += 1
-        self._receive(
-            self._receipt_of_input(
-                record,
-                batch,
-                reason=f"domain {name} read another input before",
-                healed="rounds that it may have spoiled are done again",
-                suspects=(name,),
-            )
-        )
-
-    def _receipt_of_input(
-        self,
-        record: SealedStatistic,
-        batch: SealedBatch,
-        *,
-        reason: str,
-        healed: str,
-        suspects: tuple[str, ...] = (),
-    ) -> SDCAuditReceipt:
         other = self._memory.inputs.other(record.shard_id, record.input_digest)
-        return make_receipt(
-            record,
-            record,
-            self._comparison(record.payload, record.payload),
-            primary_batch=batch,
-            audit_batch=batch,
-            verdict="mismatch",
-            suspected_domains=suspects,
-            mismatch_reason=reason,
-            decided={
-                "input_digest": record.input_digest.hex(),
-                "other_input_digest": other.hex(),
-                "healed": healed,
-            },
-            decided_at=time.time(),
+        self._receive(
+            make_receipt(
+                record,
+                record,
+                self._comparison(record.payload, record.payload),
+                primary_batch=batch,
+                audit_batch=batch,
+                verdict="mismatch",
+                mismatch_reason="the persisted input block changed in memory",
+                decided={
+                    "input_digest": record.input_digest.hex(),
+                    "other_input_digest": other.hex(),
+                    "healed": "every replica of the block was dropped and computed again",
+                },
+                decided_at=time.time(),
+            )
         )
 
     # -- folding -----------------------------------------------------------------------

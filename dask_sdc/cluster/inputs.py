@@ -26,7 +26,7 @@ class Reading(Enum):
 
 
 class Judgement(NamedTuple):
-    """What a reading is worth, and who read otherwise, alone against two others or more."""
+    """What a reading is worth, and who is shown to have read wrongly, by two others or more."""
 
     reading: Reading
     exposed: frozenset[str] = frozenset()
@@ -40,11 +40,15 @@ class InputBook:
     ----------
     seen : dict of int to (dict of bytes to (dict of str to int))
         By shard and digest, who read it so, and in which round first.
+    misread : dict of str to (set of int)
+        By domain, the shards whose persisted block it alone saw differ. One may have changed in memory,
+        perhaps on its way; two are no chance.
     spoiled : int or None
         The first round in which somebody read otherwise than is now known to be right.
     """
 
     seen: dict[int, dict[bytes, dict[str, int]]] = field(default_factory=dict)
+    misread: dict[str, set[int]] = field(default_factory=dict)
     spoiled: int | None = None
 
     def judge(
@@ -88,7 +92,7 @@ class InputBook:
             return Judgement(Reading.SOUND)
         if support and len(support) >= len(rivals):
             self._believe(shard_id, digest, number)
-            return Judgement(Reading.SOUND, frozenset(rivals if len(rivals) == 1 else ()))
+            return Judgement(Reading.SOUND, self._exposed(shard_id, rivals, role, persisted))
         outvoted = len(rivals) >= 2 and not support
         if persisted:
             return self._of_memory(shard_id, digest, again, itself and not outvoted, number)
@@ -101,6 +105,16 @@ class InputBook:
         if audited:
             return Judgement(Reading.SOUND)
         return Judgement(Reading.WRONG if outvoted else Reading.VOID)
+
+    def _exposed(self, shard_id: int, rivals: set[str], role: str, persisted: bool) -> frozenset[str]:
+        if len(rivals) != 1:
+            return frozenset()
+        if not persisted:
+            return frozenset(rivals if role == "primary" else ())
+        (name,) = rivals
+        shards = self.misread.setdefault(name, set())
+        shards.add(shard_id)
+        return frozenset(rivals if len(shards) > 1 else ())
 
     def _of_memory(self, shard_id: int, digest: bytes, again: bool, alone: bool, number: int) -> Judgement:
         """Judge a contradicted reading of a persisted block: the second one is of a fresh block."""

@@ -59,13 +59,24 @@ class Quarantined:
 
 
 @dataclass(frozen=True)
+class Exposed:
+    """The input that a domain read for a shard is not what the shard's was, as ``by`` and another show."""
+
+    domain: str
+    shard_id: int
+    why: str
+    by: Heard
+    now: float
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time passed."""
 
     now: float
 
 
-Event = Landed | Failed | DomainLost | DomainJoined | Quarantined | Tick
+Event = Landed | Failed | DomainLost | DomainJoined | Quarantined | Exposed | Tick
 
 # -- what the round tells the driver ---------------------------------------------------
 

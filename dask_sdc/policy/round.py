@@ -18,18 +18,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dask_sdc.evidence.seal import failed_statistic
 from dask_sdc.exceptions import NoDomainError, SDCError, ShardError
 from dask_sdc.policy.audits import AuditBatches
 from dask_sdc.policy.cases import TOO_FEW, CaseBook, Finding, data_error, garbled_voice, voice_of
 from dask_sdc.policy.healing import Healing, status_of
 from dask_sdc.policy.messages import (
     Abort,
+    Case,
     Close,
     DomainJoined,
     DomainLost,
     Done,
     Event,
     Evict,
+    Exposed,
     Failed,
     Heard,
     Instruction,
@@ -41,9 +44,10 @@ from dask_sdc.policy.messages import (
     Tick,
 )
 from dask_sdc.policy.pool import Pool
+from dask_sdc.policy.quarantine import QuarantineStatus
 from dask_sdc.policy.roster import Domain, Outstanding, Roster
 from dask_sdc.policy.sampling import CoverageSampler
-from dask_sdc.policy.verdict import Closeness, Outcome, Status, Voice
+from dask_sdc.policy.verdict import Closeness, Decision, Outcome, Status, Voice
 
 #: Why a shard is tried again that a batch came back without.
 LEFT_OUT = "left out of its batch"
@@ -180,6 +184,8 @@ class Round:
                 self._roster.join(event.place, event.now)
             case Quarantined():
                 self._commit(self._healing.answered(event.domain, event.failure))
+            case Exposed():
+                self._exposed(event)
             case Tick():
                 pass
 
@@ -472,6 +478,26 @@ class Round:
                 self._withdraw(self._roster[name])
         if not names and decision.outcome is not Outcome.SKIPPED:
             self._roster.out.append(Close(case, decision, status_of(decision)))
+
+    def _exposed(self, event: Exposed) -> None:
+        """Accuse a domain of what it read, without any result of it: others have shown it already."""
+        if event.domain in self.record.suspects:
+            return
+        record = failed_statistic(event.shard_id, (event.why,))
+        read = Heard(record, event.domain, "", "", "primary", 0)
+        voices = {
+            "primary": Voice("primary", event.domain, record.digest, "", Status.VIOLATION, read),
+            "audit": voice_of("audit", event.by),
+        }
+        case = Case(event.shard_id, voices)
+        decision = Decision(Outcome.SUSPECT, suspects=(event.domain,), reason=event.why, value="audit")
+        self.record.mismatches += 1
+        domain = self._roster.get(event.domain)
+        if domain is None:
+            self.record.suspects.append(event.domain)
+            self._roster.out.append(Close(case, decision, str(QuarantineStatus.NOT_NEEDED)))
+        elif self._healing.accuse(event.domain, Finding(case, decision)):
+            self._withdraw(domain)
 
     def _settle_case(self, finding: Finding) -> None:
         """Commit the value that the case trusts; compute the shard again if there is none."""

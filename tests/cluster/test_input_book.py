@@ -109,3 +109,16 @@ def test_a_fresh_block_that_confirms_the_later_reading_spoils_the_earlier_round(
     assert read(book, "a", GOOD, persisted=True, number=2) is Reading.VOID
     assert read(book, "a", GOOD, persisted=True, number=2) is Reading.SOUND
     assert book.spoiled == 1
+
+
+def test_a_domain_that_alone_sees_two_persisted_blocks_differ_is_exposed() -> None:
+    book = InputBook()
+    exposed = []
+    for shard_id in (0, 0, 1):
+        book.seen.pop(shard_id, None)
+        how = {"audited": True, "persisted": True, "number": 0}
+        assert book.judge(shard_id, GOOD, "a", role="primary", **how).reading is Reading.SOUND
+        assert book.judge(shard_id, BAD, "b", role="audit", **how) == Judgement(Reading.VOID)
+        exposed.append(book.judge(shard_id, GOOD, "c", role="audit", **how))
+    nobody = Judgement(Reading.SOUND)
+    assert exposed == [nobody, nobody, Judgement(Reading.SOUND, frozenset("b"))]

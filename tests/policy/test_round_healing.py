@@ -15,6 +15,7 @@ from dask_sdc.policy.messages import (
     Close,
     Dispatch,
     Event,
+    Exposed,
     Heard,
     Instruction,
     Quarantine,
@@ -24,7 +25,7 @@ from dask_sdc.policy.messages import (
 )
 from dask_sdc.policy.roster import Roster
 from dask_sdc.policy.round import Round
-from dask_sdc.policy.verdict import Decision, Outcome
+from dask_sdc.policy.verdict import Closeness, Decision, Outcome
 from tests.policy.simulated import Fault, Loss, Machine, Simulation, payload_of, place
 
 HEAL = frozenset(["heal"])
@@ -333,3 +334,43 @@ def test_the_last_domain_is_not_removed_while_there_is_work(wanted: bool) -> Non
         assert roster["d1"].usable and not healing.active
     else:
         assert isinstance(answer, Quarantine) and healing.committing
+
+
+class Told(Simulation):
+    """Tells the round, once ``d1`` has settled a few shards, that it read an input wrongly."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        handle, told = self.round.handle, []
+
+        def tell(event: Event) -> list[Instruction]:
+            out = handle(event)
+            mine = [k for k, owner in self.round.owners().items() if owner == "d1"]
+            others = [one for one in self.round.settled.values() if one.domain != "d1"]
+            if len(mine) >= 3 and others and not told:
+                told.append(True)
+                for _ in range(2):  # the second time says nothing new
+                    out += handle(Exposed("d1", mine[0], "read another input", others[0], event.now))
+            return out
+
+        self.round.handle = tell  # type: ignore[method-assign]
+
+
+def test_a_domain_that_is_exposed_by_what_it_read_is_removed_and_all_of_its_results_replaced() -> None:
+    simulation = Told(cluster(4, {1: (Fault("persistent"),)}), 60, rate=0.0)
+    simulation.run()
+    record = simulation.round.record
+    assert record.suspects == record.quarantined == ["d1"] and record.mismatches == 1
+    assert suspect_closes(simulation) == ["committed"]
+    assert "d1" not in simulation.round.owners().values()
+    assert simulation.values == simulation.clean_values and simulation.round.replaced
+
+
+def test_who_is_exposed_after_it_left_is_named_and_nothing_else_happens() -> None:
+    simulation = Simulation(cluster(3, {}), 10, rate=0.0).run()
+    sampler = simulation.round.sampler
+    rounds = Round(0, [0], [place(1), place(2)], sampler, lambda a, b: Closeness.OUTSIDE, Settings())
+    rounds.start(0.0)
+    (close,) = rounds.handle(Exposed("gone", 0, "read another input", simulation.round.settled[0], 1.0))
+    assert isinstance(close, Close) and close.status == "not_needed"
+    assert close.decision.suspects == ("gone",) and rounds.record.suspects == ["gone"]
