@@ -289,6 +289,11 @@ class Session:
         member = self._members.get(address)
         return None if member is None else member.domain
 
+    def fingerprint(self, address: str) -> str | None:
+        """Return the digest of a worker's environment."""
+        member = self._members.get(address)
+        return None if member is None else member.fingerprint
+
     # -- news --------------------------------------------------------------------------
 
     def _hear(self, event: tuple[float, Mapping[str, Any]]) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from dask_sdc.exceptions import InputError
-from dask_sdc.faults.flips import flip_state_bit
+from dask_sdc.faults.flips import flip_state_bit, inject_bit_flip
 
-__all__ = ["KINDS", "StageFault", "arm_replay_fault", "arm_stage_fault"]
+__all__ = ["KINDS", "StageFault", "arm_replay_fault", "arm_shadow_fault", "arm_stage_fault"]
 
 #: What can happen to a stage.
 KINDS = ("kill", "freeze", "raise", "drop", "activation", "state", "weights")
@@ -94,6 +94,31 @@ def arm_replay_fault(pipeline: Any, worker: str, kind: str, call: int = 0) -> An
     return pipeline.client.run(_arm_replay, kind, call, workers=[worker])
 
 
+def arm_shadow_fault(pipeline: Any, worker: str, bit: int = 30) -> Any:
+    """Have a worker compute wrongly whatever it computes for audits, from now on.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+        A running pipeline.
+    worker : str
+        Address of the worker.
+    bit : int
+        Which bit of the digest of every output is flipped, as a flipped output would.
+    """
+    return pipeline.client.run(_arm_shadow, bit, workers=[worker])
+
+
+def _arm_shadow(bit: int, dask_worker: Any) -> None:
+    shadow = dask_worker.handlers["sdc_stage_shadow"]
+
+    async def bent(**arguments: Any) -> list[list[Any]]:
+        records = await shadow(**arguments)
+        return [[*record[:4], inject_bit_flip(record[4], bit), *record[5:]] for record in records]
+
+    dask_worker.handlers["sdc_stage_shadow"] = bent
+
+
 def _arm(name: str, fault: StageFault, dask_worker: Any) -> None:
     seat = dask_worker.plugins["dask_sdc-stages"].seats[name]
     if fault.kind == "drop":
@@ -161,8 +186,8 @@ def _signal(kind: str) -> None:
 
 
 def _arrays_of(state: Any) -> list[np.ndarray[Any, Any]]:
-    """Return the arrays of a KV cache that hold positions."""
-    return [layer.k[:, :, : state.length] for layer in state._layers]
+    """Return what a KV cache holds of the last position."""
+    return [layer.v[:, :, state.length - 1 : state.length] for layer in state.cached]
 
 
 def _weights_of(stage: Any) -> list[np.ndarray[Any, Any]]:
@@ -170,8 +195,8 @@ def _weights_of(stage: Any) -> list[np.ndarray[Any, Any]]:
 
 
 def _flip_in_place(arrays: list[np.ndarray[Any, Any]], bit: int) -> None:
-    """Flip one bit of the element in the middle of the first array that has one."""
-    array = next(array for array in arrays if array.size)
-    at = tuple(size // 2 for size in array.shape)
+    """Flip one bit of the largest element, which is no padding, of the last array that has one."""
+    array = [array for array in arrays if array.size][-1]
+    at = np.unravel_index(np.abs(array).argmax(), array.shape)
     flipped = np.array(array[at], np.float32).view(np.uint32) ^ np.uint32(1 << bit % 32)
     array[at] = flipped.view(np.float32)

@@ -113,14 +113,20 @@ class StageHost:
         Its number in the pipeline, 0 for the head.
     tail : bool
         Whether it is the last one; the tail keeps no journal, as nobody is fed from it.
-    journal_bytes : int
-        Memory of the journal of one session.
+    journal_bytes : int or None
+        Memory of the journal of one session; None keeps no journal, as in a shadow, which feeds nobody.
     spill : str or None
         Folder for what does not fit; None refuses sessions that grow beyond.
     """
 
     def __init__(
-        self, stage: Stage, number: int, tail: bool, *, journal_bytes: int = 2**28, spill: str | None = None
+        self,
+        stage: Stage,
+        number: int,
+        tail: bool,
+        *,
+        journal_bytes: int | None = 2**28,
+        spill: str | None = None,
     ) -> None:
         self.stage, self.number, self.tail = stage, number, tail
         self._journal_bytes, self._spill = journal_bytes, spill
@@ -139,7 +145,7 @@ class StageHost:
         self.close(session)
         name = f"stage {self.number}, session {session}"
         journal = None
-        if not self.tail:
+        if not self.tail and self._journal_bytes is not None:
             self._opened += 1
             # A number of its own, as a session may be opened again while its old file is still there.
             spill = None if self._spill is None else f"{self._spill}/{self.number}-{self._opened}-{session}"

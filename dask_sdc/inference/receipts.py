@@ -27,8 +27,9 @@ def ids_digest(prompt: Sequence[int], committed: Sequence[int]) -> str:
 def boundary_chain(records: Iterable[ChunkRecord]) -> str:
     """Return the hash chain over the outputs of one stage, in hex.
 
-    h₀ is the SHA-256 of a fixed text and hₖ that of hₖ₋₁ and the canonical encoding of index, position,
-    width, kept and digest of chunk k. So it depends on every chunk, their order and their number.
+    h₀ is the SHA-256 of a fixed text and hₖ that of hₖ₋₁ and the canonical encoding of position, width, kept
+    and digest of chunk k. So it depends on every chunk, their order and how many there are, but not on what
+    else the pipeline did, as the numbers of the chunks do.
 
     Parameters
     ----------
@@ -37,7 +38,7 @@ def boundary_chain(records: Iterable[ChunkRecord]) -> str:
     """
     link = hashlib.sha256(_CHAIN).digest()
     for record in records:
-        link = hashlib.sha256(link + encode([*record.place, record.digest])).digest()
+        link = hashlib.sha256(link + encode([*record.place[1:], record.digest])).digest()
     return link.hex()
 
 

@@ -8,6 +8,7 @@ takes a witness on a third domain to name anybody.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -117,7 +118,13 @@ def voice(
     """
     if not records:
         return Voice(role, domain, None, fingerprint, status or Status.MISSING)
-    return Voice(role, domain, records[-1].digest, fingerprint, Status.VALUE, tuple(records))
+    return Voice(role, domain, _said(records[-1]), fingerprint, Status.VALUE, tuple(records))
+
+
+def _said(record: ChunkRecord) -> bytes:
+    """Return a digest of outputs and of what was sampled from them."""
+    tokens = b"".join(token.to_bytes(8, "big") for token in record.tokens)
+    return hashlib.blake2b(record.digest + tokens, digest_size=16).digest() if tokens else record.digest
 
 
 def judge_shadow(
@@ -130,7 +137,7 @@ def judge_shadow(
     rerun_audit: Voice | None = None,
     *,
     clean: int = 0,
-    envelope: float = ENVELOPE,
+    envelope: float | None = ENVELOPE,
 ) -> ShadowFinding:
     """Judge one audited chunk.
 
@@ -145,8 +152,9 @@ def judge_shadow(
         stage before, so a state that was bent in memory shows as well as a wrong product.
     clean : int, optional
         Position up to which an audit of this stage and session agreed already.
-    envelope : float, optional
-        Relative difference of sketches that is rounding; without sketches any difference is outside.
+    envelope : float or None, optional
+        Relative difference of sketches that is rounding; without sketches any difference is outside. None
+        counts every bit, as between equal environments: the next token may hang on it.
 
     Returns
     -------
@@ -169,10 +177,14 @@ def judge_shadow(
     return ShadowFinding(session.session, stage, chunk, action, decision, position)
 
 
-def compare_records(a: ChunkRecord, b: ChunkRecord, envelope: float = ENVELOPE) -> Closeness:
-    """Compare two computations of one chunk: by bits, else by sketch."""
+def compare_records(a: ChunkRecord, b: ChunkRecord, envelope: float | None = ENVELOPE) -> Closeness:
+    """Compare two computations of one chunk: by bits, else by sketch, unless ``envelope`` is None."""
+    if a.tokens != b.tokens:
+        return Closeness.OUTSIDE
     if a.digest == b.digest:
         return Closeness.IDENTICAL
+    if envelope is None:
+        return Closeness.OUTSIDE
     rows, others = sketch_rows([a]), sketch_rows([b])
     alike = rows.keys() == others.keys() and rows.keys() == set(range(a.position, a.end))
     if not alike or any(sketch_error(rows[at], others[at]) > envelope for at in rows):
@@ -181,12 +193,24 @@ def compare_records(a: ChunkRecord, b: ChunkRecord, envelope: float = ENVELOPE) 
 
 
 def first_divergence(
-    recorded: Sequence[ChunkRecord], recomputed: Sequence[ChunkRecord]
+    recorded: Sequence[ChunkRecord], recomputed: Sequence[ChunkRecord], *, within: float | None = None
 ) -> ChunkRecord | None:
-    """Return the first chunk of ``recorded`` that was recomputed to other bits, None if there is none."""
-    known = {record.index: record.digest for record in recomputed}
+    """Return the first chunk of ``recorded`` that was recomputed to something else, None if there is none.
+
+    Parameters
+    ----------
+    recorded, recomputed : sequence of ChunkRecord
+        Two computations; only chunks of both count.
+    within : float, optional
+        Relative difference of sketches that counts as the same, between different environments; without
+        it every bit counts.
+    """
+    known = {record.index: record for record in recomputed}
     for record in recorded:
-        if known.get(record.index, record.digest) != record.digest:
+        other = known.get(record.index)
+        if other is None or _said(other) == _said(record):
+            continue
+        if compare_records(record, other, within) is Closeness.OUTSIDE:
             return record
     return None
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 from dask_sdc.exceptions import ClosedError, ContextOverflow, GenerationInterrupted, StageError
 from dask_sdc.inference.heal import RecoveryReport, for_session, run_recovery
 from dask_sdc.inference.host import Chunk, SessionSettings
+from dask_sdc.inference.pipeline.audits import Located, Mismatch, StageAudits
+from dask_sdc.inference.pipeline.crew import Crew
 from dask_sdc.inference.pipeline.ops import ClusterOps, Ring
 from dask_sdc.inference.pipeline.session import Feed, TokenSession
 from dask_sdc.inference.pipeline.worker import pack_chunk, unpack_record
+from dask_sdc.inference.receipts import boundary_chain
+from dask_sdc.inference.shadow import ShadowAudit
 
 __all__ = ["Coordinator"]
 
@@ -44,29 +48,31 @@ class Coordinator:
         The pipeline, all of its stages seated and wired.
     blocks : sequence of str
         Per stage the digest of its weights.
-    spare, gone : callable
-        See `ClusterOps`.
-    healed : callable
-        Awaited with the report of every recovery that succeeded.
+    crew : Crew
+        The workers.
     timeout : float
         Seconds without an answer after which a stage counts as frozen.
     budget : int
         Positions of all open sessions together that the stages have memory for.
+    audit : ShadowAudit, optional
+        Draws the chunks that are audited.
+    differs : callable, optional
+        Awaited with every `Mismatch` that an audit finds, after the sessions were healed.
     """
 
     def __init__(
         self,
         ring: Ring,
         blocks: Sequence[str],
-        spare: Callable[[int, Collection[str]], Awaitable[str | None]],
-        gone: Callable[[str], bool],
-        healed: Callable[[RecoveryReport], Awaitable[None]],
+        crew: Crew,
         timeout: float,
         budget: int,
+        audit: ShadowAudit | None = None,
+        differs: Callable[[Mismatch], Awaitable[None]] | None = None,
     ) -> None:
         self.ring, self.blocks, self.timeout, self.budget = ring, tuple(blocks), timeout, budget
         self.recoveries: list[RecoveryReport] = []
-        self._spare, self._gone, self._healed = spare, gone, healed
+        self._crew = crew
         self._epoch = 0
         self._fed = self._settled = -1
         self._returned: set[int] = set()
@@ -81,11 +87,19 @@ class Coordinator:
         self._distrusted: set[int] = set()
         self._slowest = 0.0  # seconds per position of a traversal
         self._closed = False
+        # What the next recovery begins with: stages to replace, and what is not believed any more.
+        self._evicted: dict[int, str] = {}
+        self._rollbacks: dict[str, int] = {}
+        self._audits = None
+        if audit is not None and differs is not None:
+            self._audits = StageAudits(audit, self, differs)
 
     # -- generation ------------------------------------------------------------------------------
 
-    async def run(self, session: TokenSession, capacity: int) -> AsyncGenerator[tuple[int, ...], None]:
-        """Run a session to its end; yield the tokens that each traversal commits.
+    async def run(self, session: TokenSession, capacity: int) -> AsyncGenerator[int, None]:
+        """Run a session to its end; yield after each traversal how many fresh tokens may be handed out.
+
+        Those of a chunk that is to be audited, and of all after it, wait for the audit.
 
         Raises
         ------
@@ -94,17 +108,59 @@ class Coordinator:
         """
         async with self._admitted(capacity):
             name = session.name
-            self._settings[name] = session.settings(capacity)
+            self._settings[name] = session.settings(capacity, sketched=self._audits is not None)
             self._sessions[name] = session
             try:
                 await self._until_healed(session, self._open(session))
-                while not session.done:
-                    tokens = await self._turn(session)
-                    if tokens:
-                        yield tokens
+                over = False
+                while not over:
+                    while not session.done:
+                        await self._turn(session)
+                        yield self._handed_out(session)
+                    await self._until_healed(session, self._finished(session))
+                    over = session.done  # an audit may have taken some of it back
+                yield self._handed_out(session)
             finally:
                 del self._sessions[name], self._settings[name]
                 await self._close(name)
+
+    def _handed_out(self, session: TokenSession) -> int:
+        """Return how many fresh tokens no audit can take back that was drawn."""
+        if self._audits is None:
+            return len(session.fresh)
+        if session.name in self._audits.failed:
+            raise self._audits.failed[session.name]
+        return session.tokens_before(self._audits.oldest(session.name))
+
+    async def _finished(self, session: TokenSession) -> None:
+        """Wait for the audits of a session, and learn what went from stage to stage."""
+        if self._audits is not None:
+            decided = asyncio.ensure_future(self._audits.settled(session.name))
+            try:
+                await self._or_alarm(decided)
+            finally:
+                decided.cancel()
+            self._handed_out(session)
+            stages = range(len(self.ring))
+            session.audited = tuple(self._audits.clean.get((session.name, stage), 0) for stage in stages)
+        if session.done:
+            session.chains = await self._chains(session)
+
+    async def _chains(self, session: TokenSession) -> tuple[str, ...]:
+        """Return the hash chain over the outputs of each stage, as whoever took them recorded them.
+
+        None if a stage is lost just now: nothing but a receipt would come of healing it.
+        """
+        calls = [
+            asyncio.wait_for(
+                self.ring.call(stage, "chain", session=session.name, position=session.position), self.timeout
+            )
+            for stage in range(1, len(self.ring))
+        ]
+        chains = await asyncio.gather(*calls, return_exceptions=True)
+        if not all(isinstance(chain, str) for chain in chains):
+            return ()
+        return (*map(str, chains), boundary_chain(session.answers(-1, self._fed)))
 
     @contextlib.asynccontextmanager
     async def _admitted(self, capacity: int) -> AsyncIterator[None]:
@@ -123,8 +179,11 @@ class Coordinator:
                 self._taken -= capacity
                 self._free.notify_all()
 
-    async def _turn(self, session: TokenSession) -> tuple[int, ...]:
+    async def _turn(self, session: TokenSession) -> None:
         """Feed what can be fed, and take the next answer."""
+        if self._recovery is not None:
+            await self._heal(session, "")
+            return
         if session.epoch != self._epoch:
             session.restart(self._epoch)
         try:
@@ -134,18 +193,20 @@ class Coordinator:
             assert awaited is not None
             answer = await self._or_alarm(self._waiting[awaited])
         except _Overtaken:
-            return ()
+            return
         except _Broken as trouble:
             await self._heal(session, str(trouble))
-            return ()
-        if session.epoch != self._epoch:
-            return ()
+            return
+        if session.epoch != self._epoch or self._recovery is not None:
+            return
         self._waiting.pop(awaited)
         self._returned.add(awaited)
         while self._settled + 1 in self._returned:
             self._settled += 1
             self._returned.remove(self._settled)
-        return session.returned(unpack_record(answer["record"]))
+        session.returned(unpack_record(answer["record"]))
+        if self._audits is not None and session.records(awaited - 1, awaited):
+            self._audits.returned(session.name, awaited)
 
     async def _feed(self, session: TokenSession, feed: Feed) -> None:
         async with self._order:
@@ -196,6 +257,8 @@ class Coordinator:
             raise _Broken(f"no session could be opened: {type(error).__name__}: {error}") from error
 
     async def _close(self, name: str) -> None:
+        if self._audits is not None and not self._closed:
+            await self._audits.forget(name)
         calls = [
             asyncio.wait_for(self.ring.call(stage, "close", session=name), self.timeout)
             for stage in range(len(self.ring))
@@ -236,59 +299,135 @@ class Coordinator:
 
     async def _heal(self, session: TokenSession, why: str) -> None:
         """Wait for a recovery, the present one if there is one; the session then begins anew from there."""
-        self.alarm(why)
-        if self._recovery is None:
-            self._recovery = asyncio.ensure_future(self._recover())
         try:
-            await asyncio.shield(self._recovery)
+            await self._repaired(why, stuck=True)
         except GenerationInterrupted as error:
             raise for_session(error, session.state()) from error
         abandoned = self.recoveries[-1].abandoned.get(session.name)
         if abandoned is not None:
             raise abandoned
 
-    async def _recover(self) -> None:
+    async def repair(self, why: str) -> None:
+        """Have lost stages replaced, those that an audit did not reach or convicted.
+
+        Raises
+        ------
+        GenerationInterrupted
+            If it cannot be healed.
+        """
+        await self._repaired(why, stuck=False)
+
+    async def _repaired(self, why: str, stuck: bool) -> None:
+        """Have the pipeline healed; if that happens already, wait for it.
+
+        ``stuck`` says whether a chunk that did not come back is a sign of anything, and not just on its way.
+        """
+        if self._recovery is None:
+            self.alarm(why)
+            self._recovery = asyncio.ensure_future(self._recover(stuck))
+        await asyncio.shield(self._recovery)
+
+    async def calm(self) -> None:
+        """Wait while the pipeline is being healed, if it is, whether that succeeds or not."""
+        while self._recovery is not None:
+            await asyncio.wait([self._recovery])
+
+    async def evict(self, stage: int, why: str, positions: Mapping[str, int]) -> None:
+        """Replace a stage that answers, with sessions rolled back to positions that are believed."""
+        self._evicted[stage] = why
+        for name, position in positions.items():
+            self._rollbacks[name] = min(position, self._rollbacks.get(name, position))
+        while stage in self._evicted and not self._closed:
+            await self.calm()
+            if stage in self._evicted:
+                await self.repair(f"stage {stage}: {why}")
+
+    def _roll_back(self) -> None:
+        for name, position in self._rollbacks.items():
+            session = self._sessions.get(name)
+            if session is None:
+                continue
+            session.roll_back(position)
+            if self._audits is not None:
+                counted = session.records(-1, self._fed)
+                self._audits.rolled_back(name, session.position, counted[-1].index if counted else -1)
+        self._rollbacks = {}
+
+    async def _recover(self, stuck: bool) -> None:
+        try:
+            report = await self._recovered(stuck)
+        finally:
+            self._recovery = None
+        await self._crew.healed(report)
+
+    async def _recovered(self, stuck: bool) -> RecoveryReport:
         async with self._order:
             for waiting in self._waiting.values():
                 waiting.cancel()
             await asyncio.gather(*self._waiting.values(), return_exceptions=True)
             self._waiting.clear()
+            self._roll_back()
+            evicted = dict(self._evicted)
             ops = ClusterOps(
                 self.ring,
                 self._settings.__getitem__,
                 lambda name, indices: self._sessions[name].fed(indices),
-                self._spare,
-                self._gone,
+                self._crew.spare,
+                self._crew.gone,
                 lambda: self._fed,
                 min(self.timeout, max(0.5, self.timeout / 10)),
             )
-            states = [one.state() for one in self._sessions.values() if not one.done]
             try:
                 report = await run_recovery(
                     ops,
-                    states,
+                    [one.state() for one in self._sessions.values()],
                     blocks=self.blocks,
                     epoch=self._epoch,
-                    fed=self._fed,
+                    fed=self._fed if stuck else self._settled,
                     returned=self._settled,
+                    evict=evicted,
                     distrusted=self._distrusted,
                     timeout_s=self.timeout,
                 )
             except GenerationInterrupted as error:
                 self._epoch = max(self._epoch, vars(error)["report"].epoch)
                 raise
-            finally:
-                self._recovery = None
+            for stage in evicted:
+                self._evicted.pop(stage, None)
             self._epoch, self._settled = report.epoch, self._fed
             self._returned.clear()
             self._distrusted = set(report.resent)
             self.recoveries.append(report)
             self._alarm = asyncio.get_running_loop().create_future()
-        await self._healed(report)
+        return report
+
+    # -- what audits ask -------------------------------------------------------------------------
+
+    def session(self, name: str) -> TokenSession | None:
+        """Return a session, None if it is over."""
+        return self._sessions.get(name)
+
+    def sessions(self) -> Collection[str]:
+        """Return the names of all sessions."""
+        return tuple(self._sessions)
+
+    def settings(self, name: str) -> SessionSettings:
+        """Return the settings of a session."""
+        return self._settings[name]
+
+    def locate(self, address: str) -> Located:
+        """Return where a worker is."""
+        return self._crew.locate(address)
+
+    async def choose(self, stage: int, apart: Collection[str]) -> str | None:
+        """Return a worker outside of some domains that can compute a stage."""
+        return await self._crew.auditor(stage, apart)
 
     async def close(self) -> None:
         """End what is running; sessions that wait raise."""
         self._closed = True
+        if self._audits is not None:
+            await self._audits.close()
         self.alarm("the pipeline was closed")
         if self._recovery is not None:
             self._recovery.cancel()

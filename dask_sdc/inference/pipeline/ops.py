@@ -15,7 +15,7 @@ from dask_sdc.inference.ops import RecoveryOps
 from dask_sdc.inference.pipeline.worker import Place, pack_chunk, unpack_record
 from dask_sdc.inference.session import SessionState, StageReport
 
-__all__ = ["ClusterOps", "Ring"]
+__all__ = ["ClusterOps", "Ring", "parts"]
 
 #: Chunks and positions that are replayed in one call, which has one deadline.
 _CHUNKS, _POSITIONS = 64, 1024
@@ -200,7 +200,7 @@ class ClusterOps(RecoveryOps):
 
     async def replay(self, stage: int, session: SessionState, exact: bool) -> AsyncIterator[ChunkRecord]:
         """Feed a session to a stage again."""
-        for part in _parts(session.chunks):
+        for part in parts(session.chunks):
             indices, kept = [chunk.index for chunk in part], [chunk.kept for chunk in part]
             if stage == 0:
                 chunks = [pack_chunk(chunk) for chunk in self._fed(session.session, indices)]
@@ -228,7 +228,7 @@ class ClusterOps(RecoveryOps):
                 ) from answer
 
 
-def _parts(chunks: Sequence[ChunkRecord]) -> Iterator[list[ChunkRecord]]:
+def parts(chunks: Sequence[ChunkRecord]) -> Iterator[list[ChunkRecord]]:
     """Cut a session into parts that are replayed in one call each."""
     left = iter(chunks)
     while part := list(islice(left, 1)):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -16,10 +16,21 @@ import dask
 from distributed import Client
 
 from dask_sdc.cluster.session import Session
-from dask_sdc.exceptions import ClosedError, ContextOverflow, InputError, InputTypeError
+from dask_sdc.evidence.ledger import Ledger
+from dask_sdc.evidence.receipts import SDCAuditReceipt
+from dask_sdc.exceptions import (
+    ClosedError,
+    ContextOverflow,
+    GenerationInterrupted,
+    InputError,
+    InputTypeError,
+)
 from dask_sdc.inference.checkpoint import Checkpoint, token_ids
 from dask_sdc.inference.heal import RecoveryReport
+from dask_sdc.inference.pipeline.audits import Mismatch
 from dask_sdc.inference.pipeline.coordinator import Coordinator, session_name
+from dask_sdc.inference.pipeline.crew import Crew
+from dask_sdc.inference.pipeline.evidence import receipt_of
 from dask_sdc.inference.pipeline.ops import Ring
 from dask_sdc.inference.pipeline.placement import (
     Candidate,
@@ -30,6 +41,8 @@ from dask_sdc.inference.pipeline.placement import (
 )
 from dask_sdc.inference.pipeline.session import Request, TokenSession
 from dask_sdc.inference.pipeline.worker import Place, StageWorkerPlugin, describe
+from dask_sdc.inference.receipts import RunReceipt, ids_digest
+from dask_sdc.inference.shadow import ShadowAudit
 from dask_sdc.inference.speculative import Drafter, DraftStatistics
 from dask_sdc.inference.stage import TransformerStage
 from dask_sdc.inference.weights.store import WeightStore
@@ -38,12 +51,6 @@ from dask_sdc.inference.weights.tokenizer import Tokenizer
 __all__ = ["Generation", "Pipeline"]
 
 logger = logging.getLogger("dask_sdc.inference")
-
-#: Seconds after which a worker that does not answer is not taken as a spare.
-_PING = 1.0
-
-#: Seconds in which a spare has to load a stage.
-_LOAD = 300.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,11 @@ class Generation:
         Of the speculation.
     checkpoint : Checkpoint
         From which a later call can go on.
+    receipt : RunReceipt
+        Which model gave these tokens, through which stages, and what was healed; see
+        `dask_sdc.inference.receipts.verify`.
+    audited : tuple of int
+        Per stage the position up to which its work was computed once more, and agreed; empty without audits.
     """
 
     prompt: tuple[int, ...]
@@ -70,6 +82,8 @@ class Generation:
     stopped: bool
     statistics: DraftStatistics
     checkpoint: Checkpoint
+    receipt: RunReceipt
+    audited: tuple[int, ...]
 
 
 class Pipeline:
@@ -104,6 +118,11 @@ class Pipeline:
         Folder for those files on the workers; None keeps all in memory, up to ``journal_bytes``.
     tokenizer : Tokenizer, optional
         For prompts that are text; by default the one in the weight store, if there is one.
+    audit_rate : float
+        Share of the chunks that a spare, or the worker of another stage, computes once more, of every
+        failure domain. Tokens are handed out once the audits that were drawn up to them agree.
+    ledger : str or path, optional
+        File to which receipts, recoveries and runs are appended.
 
     Raises
     ------
@@ -136,6 +155,8 @@ class Pipeline:
         journal_bytes: int = 2**28,
         spill: str | os.PathLike[str] | None = None,
         tokenizer: Tokenizer | None = None,
+        audit_rate: float = 0.0,
+        ledger: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(client, Client):
             raise InputTypeError(f"client: expected a distributed.Client, got {type(client).__name__}")
@@ -156,6 +177,7 @@ class Pipeline:
             _check_int("stages", stages, 1)
         if kv_bytes is not None:
             _check_int("kv_bytes", kv_bytes, 1)
+        self._audit = ShadowAudit(audit_rate) if _check_number("audit_rate", audit_rate) > 0 else None
         self.store = weights if isinstance(weights, WeightStore) else WeightStore.open(weights)
         self.config = self.store.config
         self.boundaries: tuple[int, ...] = ()
@@ -173,8 +195,11 @@ class Pipeline:
         self.name = f"sdc-pipeline-{uuid.uuid4().hex[:12]}"
         self._session = Session(client, "auto", None, dask.config.get("sdc.lanes"), False, self._timeout)
         self._coordinator: Coordinator | None = None
+        self._ledger = None if ledger is None else Ledger(ledger)
+        self.receipts: list[SDCAuditReceipt] = []
+        self.quarantined: dict[str, str] = {}
         self._background: set[asyncio.Task[Any]] = set()
-        self._prepared: dict[str, set[int]] = {}
+        self._crew = Crew(client, self._session, spares, self._watch)
         self._closed = False
         if not client.asynchronous:
             client.sync(self._start)
@@ -184,7 +209,7 @@ class Pipeline:
     async def _start(self) -> None:
         await self._session.attach()
         await self.client.register_plugin(StageWorkerPlugin())
-        candidates = await self._candidates()
+        candidates = await self._crew.candidates()
         if self._stages == "auto" and not self.boundaries:
             self._stages = min(
                 self.config.n_layers, max(1, min(2, len(candidates)), len(candidates) - self._spares)
@@ -200,6 +225,7 @@ class Pipeline:
             for number in range(len(self._parts))
         ]
         ring = Ring(self.name, self.client.rpc, [describe(part) for part in self._parts], places, self.name)
+        self._crew.ring = ring
         self.client.subscribe_topic(self.name, self._hear)
         digests = await asyncio.gather(*(ring.seat(k, one.address, 0) for k, one in enumerate(chosen)))
         await asyncio.gather(*(ring.wire(k) for k in range(len(ring))))
@@ -209,31 +235,14 @@ class Pipeline:
         self._coordinator = Coordinator(
             ring,
             digests,
-            self._choose_spare,
-            self._gone,
-            self._after_recovery,
+            self._crew,
             self._timeout,
             self._budget(chosen),
+            self._audit,
+            self._differs,
         )
         self._watch(self._hear_of_workers())
-        await self._keep_spares()
-
-    async def _candidates(self) -> list[Candidate]:
-        await self._session.refresh_members()
-        scheduler: Any = self.client.scheduler
-        info = (await scheduler.identity())["workers"]
-        found = []
-        for address in self._session.addresses():
-            domain = self._session.locate(address)
-            shunned = self._coordinator is not None and address in self._ring.shunned
-            if (
-                domain is not None
-                and domain not in self._session.quarantined
-                and address in info
-                and not shunned
-            ):
-                found.append(Candidate(address, domain, int(info[address]["memory_limit"] or 0)))
-        return found
+        await self._crew.keep_spares()
 
     def _split(self, chosen: Sequence[Candidate]) -> tuple[int, ...]:
         whole = [TransformerStage(self.store, range(i, i + 1)) for i in range(self.config.n_layers)]
@@ -241,71 +250,17 @@ class Pipeline:
         return split_evenly(sizes, [one.speed for one in chosen], sizes, [one.memory for one in chosen])
 
     def _budget(self, chosen: Sequence[Candidate]) -> int:
-        """Return the positions that the fullest stage has memory for."""
-        budgets = []
-        for part, one in zip(self._parts, chosen, strict=True):
-            memory = self._kv_bytes or (one.memory or 2**32) // 4
-            budgets.append(memory // max(1, part.bytes_per_position))
-        return min(budgets)
+        """Return the positions that the fullest stage has memory for; an auditor may follow all of them."""
+        sizes = [part.bytes_per_position for part in self._parts]
+        if self._audit is not None:
+            sizes = [sum(sizes)] * len(sizes)
+        memories = [self._kv_bytes or (one.memory or 2**32) // 4 for one in chosen]
+        return min(memory // max(1, size) for memory, size in zip(memories, sizes, strict=True))
 
     def _watch(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    def _gone(self, address: str) -> bool:
-        return self._session.locate(address) is None
-
-    # -- spares ----------------------------------------------------------------------------------
-
-    async def _choose_spare(self, stage: int, refused: Collection[str]) -> str | None:
-        ring = self._ring
-        taken = {address: self._session.locate(address) or address for address in ring.addresses}
-        candidates = await self._candidates()
-        ready = [one for one in candidates if stage in self._prepared.get(one.address, ())]
-        for pool in (ready, candidates):
-            for one in choose_workers(pool, len(pool), taken, refused):
-                if await self._answers(one.address):
-                    return one.address
-        return None
-
-    async def _answers(self, address: str) -> bool:
-        """Say whether a worker is not frozen."""
-        worker: Any = self.client.rpc(address)
-        try:
-            await asyncio.wait_for(worker.identity(), _PING)
-        except OSError:  # a TimeoutError is one
-            self._ring.shunned.add(address)
-            return False
-        return True
-
-    async def _keep_spares(self) -> None:
-        """Have as many workers as wanted ready with the weights of every stage."""
-        ring = self._ring
-        taken = {address: self._session.locate(address) or address for address in ring.addresses}
-        for one in choose_workers(await self._candidates(), self._spares, taken):
-            ready = self._prepared.setdefault(one.address, set())
-            for stage, blob in enumerate(ring.blobs):
-                if stage not in ready:
-                    await asyncio.wait_for(
-                        ring.call_at(one.address, "prepare", number=stage, stage=blob), _LOAD
-                    )
-                    ready.add(stage)
-
-    async def _after_recovery(self, report: RecoveryReport) -> None:
-        self._ring.shunned.update(report.refused)
-        for stage, address in report.placed.items():
-            self._prepared.get(address, set()).discard(stage)
-        logger.warning(
-            "Pipeline %s healed: %s", self.name, "; ".join(map(str, report.losses)) or "nothing lost"
-        )
-        self._watch(self._restore_spares())
-
-    async def _restore_spares(self) -> None:
-        try:
-            await self._keep_spares()
-        except OSError as error:
-            logger.warning("Pipeline %s has fewer spares than wanted: %s", self.name, error)
 
     # -- news ------------------------------------------------------------------------------------
 
@@ -319,9 +274,28 @@ class Pipeline:
         """Sound the alarm as soon as a worker that holds a stage is gone."""
         while True:
             await self._session.next_events(1.0)
-            lost = [address for address in self._ring.addresses if self._gone(address)]
+            lost = [address for address in self._ring.addresses if self._crew.gone(address)]
             if lost and self._coordinator is not None:
                 self._coordinator.alarm(f"workers left: {lost}")
+
+    # -- evidence --------------------------------------------------------------------------------
+
+    async def _differs(self, mismatch: Mismatch) -> None:
+        """Take whoever an audit named out of service, and write it down."""
+        status = "not_requested"
+        for domain in mismatch.finding.decision.suspects:
+            why = f"stage {mismatch.finding.stage} of {self.name}, chunk {mismatch.finding.chunk}: wrong"
+            failure = await self._session.quarantine(domain, why)
+            status = "deferred:refused" if failure else "committed"
+            if not failure:
+                self.quarantined[domain] = why
+        receipt = receipt_of(mismatch, status)
+        self.receipts.append(receipt)
+        self._write("receipt", receipt.to_dict())
+
+    def _write(self, kind: str, record: Mapping[str, Any]) -> None:
+        if self._ledger is not None:
+            self._ledger.append(kind, record)
 
     # -- generation ------------------------------------------------------------------------------
 
@@ -398,17 +372,21 @@ class Pipeline:
             self.client.sync(tokens.aclose)
 
     async def _tokens(self, request: Request) -> AsyncGenerator[int, None]:
-        session = self._new_session(request)
+        session, given, began = self._new_session(request), list[int](), len(self._running.recoveries)
         run = self._running.run(session, self._capacity(request))
         try:
-            async for tokens in run:
-                for token in tokens:
+            async for count in run:
+                fresh = session.fresh[:count]
+                _check_given(session, given, fresh)
+                for token in fresh[len(given) :]:
+                    given.append(token)
                     yield token
+            self._receipt(session, request, began)
         finally:
             await run.aclose()
 
     async def _generate(self, request: Request) -> Generation:
-        session = self._new_session(request)
+        session, began = self._new_session(request), len(self._running.recoveries)
         async for _ in self._running.run(session, self._capacity(request)):
             pass
         ids = session.fresh
@@ -419,7 +397,25 @@ class Pipeline:
             bool(ids) and ids[-1] in request.stop,
             session.statistics,
             session.state().checkpoint(),
+            self._receipt(session, request, began),
+            session.audited,
         )
+
+    def _receipt(self, session: TokenSession, request: Request, began: int) -> RunReceipt:
+        """Return the receipt of a session that is over; ``began`` recoveries came before it."""
+        receipt = RunReceipt(
+            session.name,
+            self.store.digest,
+            ids_digest(request.prompt, session.committed),
+            len(request.prompt),
+            len(session.committed),
+            {**request.text, "prefill_chunk": self._chunk},
+            session.chains,
+            self._running.blocks,
+            tuple(report.to_dict() for report in self._running.recoveries[began:]),
+        )
+        self._write("run", receipt.to_dict())
+        return receipt
 
     def _request(
         self,
@@ -492,8 +488,7 @@ class Pipeline:
     @property
     def spares(self) -> tuple[str, ...]:
         """Addresses of the workers that are ready to take the place of a stage."""
-        ready = [address for address, stages in self._prepared.items() if stages and not self._gone(address)]
-        return tuple(address for address in ready if address not in self._ring.addresses)
+        return self._crew.spares
 
     @property
     def _running(self) -> Coordinator:
@@ -524,13 +519,15 @@ class Pipeline:
         if self._coordinator is not None:
             await self._coordinator.close()
             ring = self._coordinator.ring
-            leaving = {*ring.addresses, *self._prepared}
+            leaving = {*ring.addresses, *self._crew.prepared}
             calls = [
                 asyncio.wait_for(ring.call_at(address, "leave", forget=True), self._timeout)
                 for address in leaving
-                if not self._gone(address)
+                if not self._crew.gone(address)
             ]
             await asyncio.gather(*calls, return_exceptions=True)
+        if self._ledger is not None:
+            self._ledger.close()
         self.client.unsubscribe_topic(self.name)
         await self._session.detach()
 
@@ -559,6 +556,25 @@ def _tokenizer_of(store: WeightStore) -> Tokenizer | None:
     """Return the store's tokenizer, None if it has none or the optional library is not there."""
     content = store.tokenizer() if find_spec("tokenizers") is not None else None
     return None if content is None else Tokenizer(content)
+
+
+def _check_given(session: TokenSession, given: Sequence[int], fresh: Sequence[int]) -> None:
+    """Raise if tokens that were streamed already were computed again to others.
+
+    Raises
+    ------
+    GenerationInterrupted
+        With the tokens as they should have been.
+    """
+    for k, (old, new) in enumerate(zip(given, fresh, strict=False)):
+        if old != new:
+            raise GenerationInterrupted(
+                f"session {session.name}: an audit found that token {k} was wrong when it was handed out: "
+                f"expected {new}, got {old}",
+                session=session.name,
+                committed=session.committed,
+                checkpoint=session.state().checkpoint(),
+            )
 
 
 async def _nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import numpy as np
 
 from dask_sdc.exceptions import ReplayMismatch
 from dask_sdc.inference.host import Chunk, SessionSettings
-from dask_sdc.inference.journal import ChunkRecord, boundary_digest
+from dask_sdc.inference.journal import ChunkRecord, boundary_digest, cut_records
 from dask_sdc.inference.model.transformer import ROWS
 from dask_sdc.inference.session import SessionState
 from dask_sdc.inference.speculative import Drafter, DraftStatistics, SpeculationWindow
@@ -105,6 +106,9 @@ class TokenSession:
         self.committed: list[int] = list(request.committed)
         self.statistics = DraftStatistics()
         self.epoch = -1
+        #: Per stage the position up to which audits agreed, and the hash chain over what it put out.
+        self.audited: tuple[int, ...] = ()
+        self.chains: tuple[str, ...] = ()
         self._chunk, self._drafter, self._depth, self._facts = chunk, drafter, depth, facts
         # The prefill feeds the prompt and what was committed before, but for the driver token.
         self._given = [*request.prompt, *request.committed[:-1]]
@@ -157,10 +161,26 @@ class TokenSession:
             resumed=0 if whole else len(self.committed),
         )
 
-    def settings(self, capacity: int) -> SessionSettings:
+    def settings(self, capacity: int, sketched: bool = False) -> SessionSettings:
         """Return what the stages have to know."""
         request = self.request
-        return SessionSettings(1, capacity, True, request.temperature, request.top_p, request.seed)
+        return SessionSettings(1, capacity, True, request.temperature, request.top_p, request.seed, sketched)
+
+    def records(self, after: int, last: int) -> tuple[ChunkRecord, ...]:
+        """Return what was fed and counts, behind one chunk up to another."""
+        return _between(self._records, after, last)
+
+    def answers(self, after: int, last: int) -> tuple[ChunkRecord, ...]:
+        """Return what the tail made of it."""
+        return _between(self._answers, after, last)
+
+    def tokens_before(self, chunk: int | None) -> int:
+        """Return how many fresh tokens come from chunks before one; all of them for None."""
+        if chunk is None:
+            return len(self.fresh)
+        before = self._records[: bisect_left(self._records, chunk, key=_index)]
+        known = before[-1].end - len(self.request.prompt) + 1 - self._old if before else 0
+        return max(0, min(known, len(self.fresh)))
 
     def fed(self, indices: Sequence[int]) -> list[Chunk]:
         """Return chunks that were fed."""
@@ -216,31 +236,30 @@ class TokenSession:
         """Number of the chunk whose answer is next, None if none is in flight."""
         return self._flight[0][0] if self._flight else None
 
-    def returned(self, answer: ChunkRecord) -> tuple[int, ...]:
-        """Take the answer to the oldest chunk in flight and return the tokens that it commits."""
+    def returned(self, answer: ChunkRecord) -> None:
+        """Take the answer to the oldest chunk in flight and commit the tokens that it gives."""
         index, feed = self._flight.popleft()
         chunk = self._fed[index]
         if feed.draft < 0:
             self._ahead -= feed.width
             self._settle(chunk, answer, feed.width)
-            return self._prefilled(answer)
+            self._prefilled(answer)
+            return
         assert self._window is not None
         tokens = self._window.returned(feed.draft, answer.tokens)
         if tokens is None:
             del self._fed[index]
-            return ()
+            return
         self._settle(chunk, answer, len(tokens))
-        tokens = self._until_stop(tokens)
-        self.committed += tokens
-        return tokens
+        self.committed += self._until_stop(tokens)
 
-    def _prefilled(self, answer: ChunkRecord) -> tuple[int, ...]:
+    def _prefilled(self, answer: ChunkRecord) -> None:
         """Compare what was sampled with what was committed before; the first token may be new."""
         first = answer.position + answer.width - len(answer.tokens) + 1 - len(self.request.prompt)
         for k, token in enumerate(answer.tokens, first):
             if k == len(self.committed):
                 self.committed.append(token)
-                return (token,)
+                return
             if token != self.committed[k]:
                 position = len(self.request.prompt) + k - 1
                 raise ReplayMismatch(
@@ -252,7 +271,6 @@ class TokenSession:
                     committed=tuple(self.committed),
                     checkpoint=self.state().checkpoint(position),
                 )
-        return ()
 
     def _until_stop(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         most = self.request.max_new_tokens - len(self.fresh)
@@ -266,6 +284,17 @@ class TokenSession:
         self._records.append(fed)
         self._answers.append(replace(answer, kept=kept))
 
+    def roll_back(self, position: int) -> None:
+        """Believe nothing any more that was computed from a position on; `restart` is to follow."""
+        if position >= self.position:
+            return
+        self._records = list(cut_records(self._records, position))
+        self._answers = list(cut_records(self._answers, position))
+        counted = {record.index for record in self._records}
+        self._fed = {index: chunk for index, chunk in self._fed.items() if index in counted}
+        self.committed = self.committed[: max(self._old, position - len(self.request.prompt) + 1, 0)]
+        self._window = None
+
     def restart(self, epoch: int) -> None:
         """Enter an epoch: what is in flight never comes back."""
         self.epoch = epoch
@@ -274,3 +303,12 @@ class TokenSession:
         self._ahead = 0
         if self._window is not None:
             self._window.restart()
+
+
+def _index(record: ChunkRecord) -> int:
+    return record.index
+
+
+def _between(records: list[ChunkRecord], after: int, last: int) -> tuple[ChunkRecord, ...]:
+    begin, end = (bisect_left(records, bound, key=_index) for bound in (after + 1, last + 1))
+    return tuple(records[begin:end])

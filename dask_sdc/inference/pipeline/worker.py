@@ -21,7 +21,9 @@ from distributed.protocol.serialize import to_serialize
 
 from dask_sdc.exceptions import StageError, StaleEpoch
 from dask_sdc.inference.host import Chunk, Output, SessionSettings, StageHost
-from dask_sdc.inference.journal import ChunkRecord
+from dask_sdc.inference.journal import ChunkRecord, cut_records
+from dask_sdc.inference.pipeline.shadows import Shadows
+from dask_sdc.inference.receipts import boundary_chain
 from dask_sdc.inference.session import EpochFence, StageReport
 from dask_sdc.inference.stage import Stage
 
@@ -258,6 +260,7 @@ class StageWorkerPlugin(WorkerPlugin):
         self.seats: dict[str, Seat] = {}
         # Stages that are loaded and wait for a seat, by pipeline and number.
         self.spares: dict[str, dict[int, Stage]] = {}
+        self.shadows: dict[str, Shadows] = {}
         self._loading: dict[tuple[str, int], asyncio.Future[Stage]] = {}
         worker.handlers.update(self._handlers())
 
@@ -265,8 +268,8 @@ class StageWorkerPlugin(WorkerPlugin):
         """Leave nothing behind."""
         for name in self._handlers():
             worker.handlers.pop(name, None)
-        for pipeline in list(self.seats):
-            await self.leave(pipeline)
+        for pipeline in {*self.seats, *self.shadows}:
+            await self.leave(pipeline, forget=True)
 
     def _handlers(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         return {
@@ -287,6 +290,9 @@ class StageWorkerPlugin(WorkerPlugin):
                 self.digests,
                 self.refeed,
                 self.replay,
+                self.shadow,
+                self.unshadow,
+                self.chain,
             )
         }
 
@@ -325,6 +331,8 @@ class StageWorkerPlugin(WorkerPlugin):
         await self.leave(pipeline)
         where = Place(**place)
         loaded = await self._loaded(pipeline, where.number, stage)
+        if pipeline in self.shadows:
+            await self.shadows[pipeline].drop(where.number)
         del self.spares[pipeline][where.number]
         host = StageHost(
             loaded,
@@ -347,8 +355,14 @@ class StageWorkerPlugin(WorkerPlugin):
     async def leave(self, pipeline: str, forget: bool = False) -> None:
         """Give up the seat in a pipeline, if there is one, perhaps its loaded stages too (RPC handler)."""
         seat = self.seats.pop(pipeline, None)
+        shadows = self.shadows.get(pipeline)
+        if seat is not None and shadows is not None:
+            await shadows.drop(seat.host.number)
         if forget:
             self.spares.pop(pipeline, None)
+            self.shadows.pop(pipeline, None)
+            if shadows is not None:
+                await shadows.end()
         if seat is not None:
             await seat.close()
 
@@ -400,20 +414,36 @@ class StageWorkerPlugin(WorkerPlugin):
         seat = self._seat(pipeline)
         await seat.run(seat.host.truncate, session, position)
 
-    async def digests(self, pipeline: str, session: str) -> list[list[Any]]:
-        """Return the records of a session's inputs (RPC handler)."""
-        return [pack_record(record) for record in self._seat(pipeline).host.digests(session)]
+    async def digests(self, pipeline: str, session: str, after: int = -1) -> list[list[Any]]:
+        """Return the records of a session's inputs behind a chunk (RPC handler)."""
+        records = self._seat(pipeline).host.digests(session)
+        return [pack_record(record) for record in records if record.index > after]
+
+    async def chain(self, pipeline: str, session: str, position: int) -> str:
+        """Return the hash chain over a session's inputs up to a position (RPC handler)."""
+        return boundary_chain(cut_records(self._seat(pipeline).host.digests(session), position))
 
     async def refeed(
-        self, pipeline: str, session: str, indices: Sequence[int], kept: Sequence[int], to: str
+        self,
+        pipeline: str,
+        session: str,
+        indices: Sequence[int],
+        kept: Sequence[int],
+        to: str,
+        shadow: Mapping[str, Any] | None = None,
     ) -> list[list[Any]]:
-        """Feed recorded outputs to a stage that replays, and return its records (RPC handler)."""
+        """Feed recorded outputs to a stage that replays, or to a shadow; return its records (RPC handler)."""
         seat = self._seat(pipeline)
         chunks = await seat.run(seat.host.recorded, session, indices)
         packed = [pack_chunk(chunk) for chunk in chunks]
-        records: list[list[Any]] = await self.worker.rpc(to).sdc_stage_replay(
-            pipeline=pipeline, chunks=packed, kept=kept
-        )
+        worker: Any = self.worker.rpc(to)
+        records: list[list[Any]]
+        if shadow is None:
+            records = await worker.sdc_stage_replay(pipeline=pipeline, chunks=packed, kept=kept)
+        else:
+            records = await worker.sdc_stage_shadow(
+                pipeline=pipeline, session=session, chunks=packed, kept=kept, **shadow
+            )
         return records
 
     async def replay(
@@ -423,6 +453,46 @@ class StageWorkerPlugin(WorkerPlugin):
         seat = self._seat(pipeline)
         records = await seat.run(seat.host.replay, [Chunk(**chunk) for chunk in chunks], kept)
         return [pack_record(record) for record in records]
+
+    # -- audits ----------------------------------------------------------------------------------
+
+    async def shadow(
+        self,
+        pipeline: str,
+        number: int,
+        stages: int,
+        stage: bytes,
+        session: str,
+        settings: Mapping[str, Any],
+        begin: int,
+        chunks: Sequence[Mapping[str, Any]],
+        kept: Sequence[int],
+    ) -> list[list[Any]]:
+        """Compute chunks once more, apart from the session, and return the records (RPC handler)."""
+        shadows = self.shadows.setdefault(pipeline, Shadows())
+        seat = self.seats.get(pipeline)
+        if seat is not None and seat.host.number == number:
+            # Asked to repeat itself: with the weights that it has in memory.
+            run, loaded = seat.run, seat.host.stage
+        else:
+            run, loaded = shadows.run, await self._loaded(pipeline, number, stage)
+        records = await shadows.replay(
+            loaded,
+            number,
+            number == stages - 1,
+            run,
+            session,
+            SessionSettings(**settings),
+            begin,
+            [Chunk(**chunk) for chunk in chunks],
+            kept,
+        )
+        return [pack_record(record) for record in records]
+
+    async def unshadow(self, pipeline: str, session: str) -> None:
+        """Forget what was computed of a session for audits (RPC handler)."""
+        if pipeline in self.shadows:
+            await self.shadows[pipeline].close(session)
 
 
 def describe(stage: Stage) -> bytes:
