@@ -141,6 +141,21 @@ class StageAudits:
                 self._due.setdefault((name, stage), deque()).append(chunk)
                 self._news[stage].set()
 
+    async def explain(self, stage: int) -> None:
+        """Have a chunk at which a stage failed computed once more by all stages before it.
+
+        What made it fail may have been fed to it: a value that is finite and far too large, say.
+        """
+        names = list(self._around.sessions())
+        for name in names:
+            session = self._around.session(name)
+            if session is not None and session.flying:
+                for before in range(stage):
+                    self._due.setdefault((name, before), deque()).append(session.flying[0])
+                    self._news[before].set()
+        for name in names:
+            await self.settled(name)
+
     def oldest(self, name: str) -> int | None:
         """Return the first chunk of a session that is to be audited yet, None if there is none."""
         waiting = [due[0] for (session, _), due in self._due.items() if session == name]
@@ -298,21 +313,25 @@ class StageAudits:
     async def _examine(self, session: TokenSession, stage: int, last: int, auditor: str) -> None:
         key = (session.name, stage)
         _, done = self._followers.get(key, ("", -1))
-        chunks = session.records(done, last)
+        chunks = session.known(done, last)
         if not chunks:
             self._agreed(key, last, None)  # rolled back meanwhile, or covered by an audit of a later chunk
             return
         recorded, recomputed = await asyncio.gather(
-            self._recorded(session, stage, done, last), self._replayed(session, stage, chunks, auditor)
+            self._recorded(session, stage, chunks), self._replayed(session, stage, chunks, auditor)
         )
-        if session.records(done, last) != chunks or len(recorded) != len(chunks):
+        if session.known(done, last) != chunks or len(recorded) != len(chunks):
             self._overtaken(key)
             return
-        self._followers[key] = (auditor, chunks[-1].index)
+        counts = chunks[-1].end <= session.position
+        if counts:
+            self._followers[key] = (auditor, chunks[-1].index)
+        else:
+            self._followers.pop(key, None)  # what is on its way may yet be taken back
         sides = [self._around.locate(a).fingerprint for a in (self._around.ring.addresses[stage], auditor)]
         first = first_divergence(recorded, recomputed, within=_envelope(sides))
         if first is None:
-            self._agreed(key, last, chunks[-1].end)
+            self._agreed(key, last, chunks[-1].end if counts else None)
         else:
             await self._differ(session, stage, first, recorded, recomputed, auditor)
 
@@ -333,15 +352,15 @@ class StageAudits:
             self.clean[key] = max(position, self.clean.get(key, 0))
 
     async def _recorded(
-        self, session: TokenSession, stage: int, after: int, last: int
+        self, session: TokenSession, stage: int, chunks: Sequence[ChunkRecord]
     ) -> tuple[ChunkRecord, ...]:
         """Return what went on from a stage, as whoever took it recorded it."""
-        ring = self._around.ring
+        ring, after = self._around.ring, chunks[0].index - 1
         if stage == len(ring) - 1:
-            return session.answers(after, last)
+            return session.answers(after, chunks[-1].index)
         call = ring.call(stage + 1, "digests", session=session.name, after=after)
         packed = await asyncio.wait_for(call, self._around.timeout)
-        wanted = {record.index for record in session.records(after, last)}
+        wanted = {record.index for record in chunks}
         return tuple(record for record in map(unpack_record, packed) if record.index in wanted)
 
     async def _replayed(
@@ -403,7 +422,7 @@ class StageAudits:
             apart = {around.locate(address).domain for address in workers.values()}
             workers["rerun_primary"], workers["rerun_audit"] = workers["primary"], workers["audit"]
             workers["witness"] = await around.choose(stage, apart) or ""
-            chunks = session.records(-1, first.index)
+            chunks = session.known(-1, first.index)
             roles = finding.decision.needs
             asked = [self._heard(role, workers[role], session, stage, chunks) for role in roles]
             voices |= dict(zip(roles, await asyncio.gather(*asked), strict=True))

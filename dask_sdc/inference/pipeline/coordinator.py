@@ -90,6 +90,7 @@ class Coordinator:
         # What the next recovery begins with: stages to replace, and what is not believed any more.
         self._evicted: dict[int, str] = {}
         self._rollbacks: dict[str, int] = {}
+        self._inquiries: set[asyncio.Future[None]] = set()
         self._audits = None
         if audit is not None and differs is not None:
             self._audits = StageAudits(audit, self, differs)
@@ -277,6 +278,19 @@ class Coordinator:
         if not self._alarm.done():
             self._alarm.set_result(why)
 
+    def stage_failed(self, stage: int, why: str) -> None:
+        """Note that a stage cannot go on; with audits, ask first whether it was fed something wrong."""
+        self._inquiries.add(inquiry := asyncio.ensure_future(self._inquire(stage, why)))
+        inquiry.add_done_callback(self._inquiries.discard)
+
+    async def _inquire(self, stage: int, why: str) -> None:
+        epoch = self._epoch
+        if self._audits is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._audits.explain(stage), self.timeout)
+        if epoch == self._epoch and self._recovery is None:
+            self.alarm(f"stage {stage}: {why}")
+
     def _check_alarm(self) -> None:
         if self._closed:
             raise ClosedError("expected an open pipeline, it was closed")
@@ -426,6 +440,8 @@ class Coordinator:
     async def close(self) -> None:
         """End what is running; sessions that wait raise."""
         self._closed = True
+        for inquiry in self._inquiries:
+            inquiry.cancel()
         if self._audits is not None:
             await self._audits.close()
         self.alarm("the pipeline was closed")

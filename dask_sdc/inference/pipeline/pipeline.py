@@ -268,7 +268,7 @@ class Pipeline:
         """Take what a stage says of itself."""
         news = event[1]
         if self._coordinator is not None:
-            self._coordinator.alarm(f"stage {news['stage']}: {news['why']}")
+            self._coordinator.stage_failed(news["stage"], news["why"])
 
     async def _hear_of_workers(self) -> None:
         """Sound the alarm as soon as a worker that holds a stage is gone."""

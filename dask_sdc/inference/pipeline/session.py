@@ -170,6 +170,19 @@ class TokenSession:
         """Return what was fed and counts, behind one chunk up to another."""
         return _between(self._records, after, last)
 
+    def known(self, after: int, last: int) -> tuple[ChunkRecord, ...]:
+        """Return `records`, with those behind them that are on their way."""
+        flying = [
+            self._fed[index] for index, _ in self._flight if after < index <= last and index in self._fed
+        ]
+        ahead = [ChunkRecord(c.index, c.position, c.width, c.width, c.digest) for c in flying]
+        return self.records(after, last) + tuple(ahead)
+
+    @property
+    def flying(self) -> tuple[int, ...]:
+        """Numbers of the chunks that are on their way."""
+        return tuple(index for index, _ in self._flight)
+
     def answers(self, after: int, last: int) -> tuple[ChunkRecord, ...]:
         """Return what the tail made of it."""
         return _between(self._answers, after, last)

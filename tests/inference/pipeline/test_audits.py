@@ -100,6 +100,25 @@ def test_silent_corruption_is_found_named_and_healed(
     in_cluster(body)
 
 
+@pytest.mark.parametrize("kind", ["activation", "weights"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_fails_for_what_it_was_fed_is_not_to_blame(
+    store: WeightStore, plain: tuple[int, ...], kind: str, stage: int
+) -> None:
+    async def body(c: Client) -> None:
+        async with Pipeline(c, store, stages=3, audit_rate=1.0, prefill_chunk=3) as pipeline:
+            domain = pipeline._session.locate(pipeline.workers[stage])
+            # The highest bit of the exponent: what comes of it is not finite, perhaps only stages later.
+            await arm_stage_fault(pipeline, StageFault(kind, stage, 8, 30))
+            done = await pipeline.generate(PROMPT, COUNT)
+            assert done.ids == plain
+            assert list(pipeline.quarantined) == [domain]
+            losses = {loss.stage for report in pipeline.recoveries for loss in report.losses}
+            assert losses == {stage}
+
+    in_cluster(body)
+
+
 @pytest.mark.parametrize("rate", [0.25, 0.5])
 def test_persistent_corruption_is_found_at_lower_rates(
     store: WeightStore, plain: tuple[int, ...], rate: float
