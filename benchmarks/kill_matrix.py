@@ -1,8 +1,9 @@
-"""Every kind of loss of every stage at every moment: the tokens are those of an unfailed run.
+"""Every kind of loss and of corruption of every stage at every moment: the tokens are those of a clean run.
 
-{killed, frozen, failing, message lost} × {each stage} × {prefill, first, middle and last token, during the
-replay}, greedy and sampled, on a small random model in three stages on processes of their own. Each case runs
-on the same cluster, whose nannies start a new worker for each that was lost.
+{killed, frozen, failing, message lost; a bit flipped in weights, KV cache or an activation} × {each stage} ×
+{prefill, first, middle and last token, during a replay}, greedy, sampled and with drafted tokens, on a small
+random model in three stages on processes of their own. Each case runs on the same cluster, whose nannies
+start a new worker for each that was lost. Flipped bits are found by audits of every chunk.
 """
 
 from __future__ import annotations
@@ -16,31 +17,60 @@ import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from _bench import Bench, main
 from _stages import plain, write_store
 from distributed import Client, LocalCluster
 
 from dask_sdc.exceptions import GenerationInterrupted
-from dask_sdc.faults.stages import StageFault, arm_replay_fault, arm_stage_fault
+from dask_sdc.faults.stages import StageFault, arm_replay_fault, arm_spare_fault, arm_stage_fault
 from dask_sdc.inference.pipeline import Pipeline
+from dask_sdc.inference.session import Loss
+from dask_sdc.inference.speculative import NGramDrafter
 
 STAGES, WORKERS, TOKENS, CHUNK, TIMEOUT = 3, 6, 24, 16, 2.0
 PROMPT = tuple((37 * k + 11) % 512 for k in range(40))
 #: Chunks of the prefill, and so the step of the first decoded token.
 PREFILL = 3
 MOMENTS = {"prefill": 1, "first": PREFILL, "middle": PREFILL + 11, "last": PREFILL + TOKENS - 2}
-KINDS = ("kill", "freeze", "raise", "drop")
-SETTINGS = {"greedy": {}, "sampled": {"temperature": 0.8, "seed": 5}}
+LOUD, SILENT = ("kill", "freeze", "raise", "drop"), ("weights", "state", "activation")
+SETTINGS = {"greedy": {}, "sampled": {"temperature": 0.8, "seed": 5}, "drafted": {}}
+#: The highest bit of a float32's fraction.
+BIT = 22
+
+
+class Case(NamedTuple):
+    """What happens to which stage when, in which mode of generation."""
+
+    kind: str
+    stage: int
+    moment: str
+    mode: str
+
+
+class Outcome(NamedTuple):
+    """What came of it: the tokens, what was said to be lost, and what was done that should not have been."""
+
+    ids: tuple[int, ...]
+    losses: str
+    astray: str
 
 
 @contextlib.contextmanager
-def pipeline(client: Client, path: Path) -> Iterator[Pipeline]:
+def pipeline(client: Client, path: Path, case: Case) -> Iterator[Pipeline]:
     """Start a pipeline; whoever froze in it is killed at the end, so that its nanny starts another."""
-    client.wait_for_workers(WORKERS, timeout=60)
+    client.wait_for_workers(WORKERS, timeout=120)
     pids = client.run(os.getpid)
-    with Pipeline(client, path, stages=STAGES, spares=2, timeout=TIMEOUT, prefill_chunk=CHUNK) as running:
+    drafted = {"drafter": NGramDrafter(n=2, width=3), "depth": 2} if case.mode == "drafted" else {}
+    # A spare whose weights are bent would be found by auditing, before it is asked to replay.
+    rate = 1.0 if case.kind in SILENT and case.moment != "replay" else 0.0
+    with Pipeline(
+        client, path, STAGES, spares=2, timeout=TIMEOUT, prefill_chunk=CHUNK, audit_rate=rate, **drafted
+    ) as running:
         yield running
+    if running.quarantined:  # it is gone for good: another one takes its place
+        client.cluster.scale(len(client.cluster.worker_spec) + len(running.quarantined))
     lost = [address for address, pid in pids.items() if not alive(pid)]
     for address in lost:
         with contextlib.suppress(ProcessLookupError):
@@ -56,37 +86,76 @@ def alive(pid: int) -> bool:
     return False
 
 
-def case(
-    client: Client, path: Path, kind: str, stage: int, moment: str, mode: str
-) -> tuple[str, tuple[int, ...], bool]:
-    """Run one case; return what was lost, the tokens, and whether nobody else was replaced."""
-    with pipeline(client, path) as running:
-        before = running.workers
-        if moment == "replay":
-            arm_stage_fault(running, StageFault("kill", stage, MOMENTS["middle"]))
-            arm_replay_fault(running, running.spares[0], kind)
+def arm(running: Pipeline, case: Case) -> None:
+    """Arm what is to happen."""
+    if case.moment != "replay":
+        arm_stage_fault(running, StageFault(case.kind, case.stage, MOMENTS[case.moment], BIT))
+        return
+    arm_stage_fault(running, StageFault("kill", case.stage, MOMENTS["middle"]))
+    for spare in running.spares[:1]:
+        if case.kind == "weights":
+            arm_spare_fault(running, spare, case.stage, BIT)
         else:
-            arm_stage_fault(running, StageFault(kind, stage, MOMENTS[moment]))
+            arm_replay_fault(running, spare, case.kind)
+
+
+def run(client: Client, path: Path, case: Case) -> Outcome:
+    """Run one case."""
+    with pipeline(client, path, case) as running:
+        before = running.workers
+        arm(running, case)
         try:
-            ids = running.generate(PROMPT, TOKENS, stop=[], **SETTINGS[mode]).ids
+            ids = running.generate(PROMPT, TOKENS, stop=[], **SETTINGS[case.mode]).ids
         except GenerationInterrupted as error:
-            return f"{type(error).__name__}: {error}", tuple(error.committed), False
-        losses = "; ".join(str(loss) for report in running.recoveries for loss in report.losses)
-        kept = [k for k in range(STAGES) if k != stage and running.workers[k] != before[k]]
-    return losses, ids, not kept
+            return Outcome(tuple(error.committed), f"{type(error).__name__}: {error}", "given up")
+        losses = [loss for report in running.recoveries for loss in report.losses]
+        return Outcome(ids, "; ".join(map(str, losses)), astray(case, running, before, losses))
 
 
-def cases(quick: bool) -> list[tuple[str, int, str, str]]:
-    """Return kind, stage, moment and mode of every case."""
+def astray(case: Case, running: Pipeline, before: tuple[str, ...], losses: list[Loss]) -> str:
+    """Say what was done that should not have been: another stage blamed, replaced or quarantined."""
+    wrong = []
+    # What drops a message is the way to the next stage, or that stage's ear.
+    blamed = {case.stage, case.stage + 1} if case.kind == "drop" else {case.stage}
+    if others := {loss.stage for loss in losses} - blamed:
+        wrong.append(f"blamed {sorted(others)}")
+    if moved := [k for k in range(STAGES) if k != case.stage and running.workers[k] != before[k]]:
+        wrong.append(f"replaced {moved}")
+    suspects = {worker for receipt in running.receipts for worker in receipt.suspected_workers}
+    if others := suspects - {before[case.stage]}:
+        wrong.append(f"accused {sorted(others)}")
+    if case.kind in SILENT and case.moment != "replay" and losses and not suspects:
+        wrong.append("nobody accused")
+    return ", ".join(wrong)
+
+
+def cases(quick: bool) -> list[Case]:
+    """Return all cases, or a few of every kind."""
     everything = [
-        (kind, stage, moment, mode)
-        for kind, stage, moment, mode in product(KINDS, range(STAGES), [*MOMENTS, "replay"], SETTINGS)
-        if not (kind == "drop" and stage == STAGES - 1)
-        and not (moment == "replay" and kind in ("raise", "drop"))
+        Case(*parts)
+        for parts in (
+            *product(LOUD, range(STAGES), [*MOMENTS, "replay"], ("greedy", "sampled")),
+            *product(LOUD, range(STAGES), ("prefill", "first", "middle"), ("drafted",)),
+            *product(SILENT, range(STAGES), [*MOMENTS, "replay"], ("greedy", "sampled")),
+        )
+    ]
+    possible = [
+        case
+        for case in everything
+        # Nobody is sent anything by the tail, and a spare that replays can be killed, frozen or bent.
+        if not (case.kind == "drop" and case.stage == STAGES - 1)
+        and not (case.moment == "replay" and case.kind in ("raise", "drop", "state", "activation"))
     ]
     if not quick:
-        return everything
-    return [("kill", 0, "middle", "greedy"), ("freeze", 1, "first", "sampled"), ("drop", 0, "last", "greedy")]
+        return possible
+    return [
+        Case("kill", 0, "middle", "greedy"),
+        Case("freeze", 1, "first", "sampled"),
+        Case("drop", 0, "last", "greedy"),
+        Case("raise", 2, "first", "drafted"),
+        Case("weights", 1, "middle", "greedy"),
+        Case("weights", 2, "replay", "sampled"),
+    ]
 
 
 def measure(bench: Bench) -> None:
@@ -103,19 +172,20 @@ def measure(bench: Bench) -> None:
         path = Path(folder) / "model.zarr"
         store = write_store(path)
         expected = {mode: plain(store, PROMPT, TOKENS, CHUNK, **given) for mode, given in SETTINGS.items()}
-        for kind, stage, moment, mode in todo:
+        for case in todo:
             began = time.perf_counter()
-            losses, ids, alone = case(client, path, kind, stage, moment, mode)
-            same = ids == expected[mode]
-            wrong, astray = wrong + (not same), astray + (not alone)
+            outcome = run(client, path, case)
+            same = outcome.ids == expected[case.mode]
+            wrong, astray = wrong + (not same), astray + bool(outcome.astray)
             slow = max(slow, time.perf_counter() - began)
             verdict = "equal" if same else "DIFFERENT"
+            where = f"{case.kind:10} stage {case.stage} {case.moment:8} {case.mode:8}"
             bench.say(
-                f"{kind:7} stage {stage} {moment:8} {mode:8} {verdict}{'' if alone else ' ASTRAY'}  {losses}"
+                f"{where} {verdict}{' ASTRAY: ' + outcome.astray if outcome.astray else ''}  {outcome.losses}"
             )
     bench.figure("cases", len(todo))
     bench.figure("different", wrong, equal=0)
-    bench.figure("others_replaced", astray, equal=0)
+    bench.figure("astray", astray, equal=0)
     bench.figure("longest_case_s", slow)
 
 

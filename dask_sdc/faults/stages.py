@@ -17,7 +17,14 @@ import numpy as np
 from dask_sdc.exceptions import InputError
 from dask_sdc.faults.flips import flip_state_bit, inject_bit_flip
 
-__all__ = ["KINDS", "StageFault", "arm_replay_fault", "arm_shadow_fault", "arm_stage_fault"]
+__all__ = [
+    "KINDS",
+    "StageFault",
+    "arm_replay_fault",
+    "arm_shadow_fault",
+    "arm_spare_fault",
+    "arm_stage_fault",
+]
 
 #: What can happen to a stage.
 KINDS = ("kill", "freeze", "raise", "drop", "activation", "state", "weights")
@@ -107,6 +114,28 @@ def arm_shadow_fault(pipeline: Any, worker: str, bit: int = 30) -> Any:
         Which bit of the digest of every output is flipped, as a flipped output would.
     """
     return pipeline.client.run(_arm_shadow, bit, workers=[worker])
+
+
+def arm_spare_fault(pipeline: Any, worker: str, stage: int, bit: int = 30) -> Any:
+    """Flip one bit in the weights of a stage that a spare holds ready.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+        A running pipeline.
+    worker : str
+        Address of the spare.
+    stage : int
+        Number of the stage.
+    bit : int
+        Which bit is flipped, as of `StageFault`.
+    """
+    return pipeline.client.run(_arm_spare, pipeline.name, stage, bit, workers=[worker])
+
+
+def _arm_spare(name: str, stage: int, bit: int, dask_worker: Any) -> None:
+    ready = dask_worker.plugins["dask_sdc-stages"].spares[name][stage]
+    _flip_in_place(_weights_of(ready), bit)
 
 
 def _arm_shadow(bit: int, dask_worker: Any) -> None:

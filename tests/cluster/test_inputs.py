@@ -37,7 +37,7 @@ def given(client: Client, kind: str) -> Any:
 
 @pytest.mark.parametrize(("kind", "times"), [("list", 1), ("list", None), ("persisted", None)])
 def test_a_worker_that_reads_wrongly_is_named(kind: str, times: int | None) -> None:
-    @gen_cluster(client=True, nthreads=FOUR, timeout=60)
+    @gen_cluster(client=True, nthreads=FOUR, timeout=250)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         data = given(c, kind)
         async with Auditor(c, audit_rate=1.0, seed=1, domain="worker") as auditor:
@@ -52,7 +52,7 @@ def test_a_worker_that_reads_wrongly_is_named(kind: str, times: int | None) -> N
 
 
 def test_a_persisted_block_that_was_read_wrongly_once_is_read_again_and_at_most_its_reader_is_named() -> None:
-    @gen_cluster(client=True, nthreads=FOUR, timeout=60)
+    @gen_cluster(client=True, nthreads=FOUR, timeout=250)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         data = given(c, "persisted")
         async with Auditor(c, audit_rate=1.0, seed=1, domain="worker") as auditor:
@@ -68,7 +68,7 @@ def test_a_persisted_block_that_was_read_wrongly_once_is_read_again_and_at_most_
 
 @pytest.mark.parametrize("kind", ["list", "persisted"])
 def test_an_input_that_was_read_wrongly_in_an_earlier_round_blames_no_sound_worker(kind: str) -> None:
-    @gen_cluster(client=True, nthreads=FOUR, timeout=60)
+    @gen_cluster(client=True, nthreads=FOUR, timeout=250)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         data = given(c, kind)
         estimator = KMeans(2, seed=3)
@@ -86,7 +86,7 @@ def test_an_input_that_was_read_wrongly_in_an_earlier_round_blames_no_sound_work
 
 
 def test_a_scattered_block_that_changes_is_an_error_that_names_the_shard() -> None:
-    @gen_cluster(client=True, nthreads=FOUR, timeout=60)
+    @gen_cluster(client=True, nthreads=FOUR, timeout=250)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         futures = await c.scatter(BLOCKS[:8])
         data = da.concatenate([da.from_delayed(f, (50, 3), float) for f in futures])

@@ -40,7 +40,7 @@ async def comes_back(s: Scheduler, name: str) -> AsyncIterator[Worker]:
         yield worker
 
 
-@gen_cluster(client=True, nthreads=FOUR, timeout=100)
+@gen_cluster(client=True, nthreads=FOUR, timeout=250)
 async def test_sound_workers_agree(c: Client, s: Scheduler, *workers: Worker) -> None:
     async with Auditor(c, seed=1, domain="worker") as auditor:
         found = await auditor.screen(repeats=2)
@@ -51,7 +51,7 @@ async def test_sound_workers_agree(c: Client, s: Scheduler, *workers: Worker) ->
 
 @pytest.mark.parametrize("where", ["compute", "sealed", "model", "frame"])
 def test_a_worker_with_wrong_answers_is_removed(where: str, tmp_path: Path) -> None:
-    @gen_cluster(client=True, nthreads=FOUR, timeout=100)
+    @gen_cluster(client=True, nthreads=FOUR, timeout=250)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         async with Auditor(c, seed=1, domain="worker", ledger=tmp_path / "ledger") as auditor:
             await inject(c, Fault("one_bit", where, domain="2", role="witness"))
@@ -67,7 +67,7 @@ def test_a_worker_with_wrong_answers_is_removed(where: str, tmp_path: Path) -> N
     assert next(iter(read(tmp_path / "ledger"))).kind == "screening"
 
 
-@gen_cluster(client=True, nthreads=FOUR, timeout=100)
+@gen_cluster(client=True, nthreads=FOUR, timeout=250)
 async def test_without_quarantine_a_suspect_is_only_named(c: Client, s: Scheduler, *workers: Worker) -> None:
     async with Auditor(c, seed=1, domain="worker", quarantine=False) as auditor:
         await inject(c, WRONG)
@@ -77,7 +77,7 @@ async def test_without_quarantine_a_suspect_is_only_named(c: Client, s: Schedule
     assert not auditor.quarantined and len(s.workers) == 4
 
 
-@gen_cluster(client=True, nthreads=FOUR[:2], timeout=100)
+@gen_cluster(client=True, nthreads=FOUR[:2], timeout=250)
 async def test_of_two_domains_neither_is_named(c: Client, s: Scheduler, *workers: Worker) -> None:
     async with Auditor(c, seed=1, domain="worker") as auditor:
         await inject(c, Fault("one_bit", "compute", domain="0", role="witness"))
@@ -87,7 +87,7 @@ async def test_of_two_domains_neither_is_named(c: Client, s: Scheduler, *workers
     assert not auditor.quarantined and len(s.workers) == 2
 
 
-@gen_cluster(client=True, nthreads=FOUR, timeout=100)
+@gen_cluster(client=True, nthreads=FOUR, timeout=250)
 async def test_a_clean_probation_lets_a_domain_in_again(c: Client, s: Scheduler, *workers: Worker) -> None:
     async with Auditor(c, audit_rate=0.5, seed=1, domain="worker") as auditor:
         injector = await inject(c, WRONG)
@@ -103,7 +103,7 @@ async def test_a_clean_probation_lets_a_domain_in_again(c: Client, s: Scheduler,
             assert auditor.rounds[-1].domains == 4
 
 
-@gen_cluster(client=True, nthreads=FOUR, timeout=100)
+@gen_cluster(client=True, nthreads=FOUR, timeout=250)
 async def test_a_failed_probation_keeps_a_domain_out(c: Client, s: Scheduler, *workers: Worker) -> None:
     async with Auditor(c, audit_rate=0.5, seed=1, domain="worker") as auditor:
         await inject(c, WRONG)
@@ -117,7 +117,7 @@ async def test_a_failed_probation_keeps_a_domain_out(c: Client, s: Scheduler, *w
             assert auditor.rounds[-1].domains == 3
 
 
-@gen_cluster(client=True, nthreads=FOUR[:3], timeout=100)
+@gen_cluster(client=True, nthreads=FOUR[:3], timeout=250)
 async def test_probation_among_too_few_is_no_proof(c: Client, s: Scheduler, *workers: Worker) -> None:
     """With one domain left to compare with, a wrong answer cannot be told from a right one."""
     async with Auditor(c, audit_rate=0.5, seed=1, domain="worker") as auditor:
@@ -129,7 +129,7 @@ async def test_probation_among_too_few_is_no_proof(c: Client, s: Scheduler, *wor
             assert set(auditor.quarantined) == {"2"}
 
 
-@gen_cluster(client=True, nthreads=FOUR, timeout=100)
+@gen_cluster(client=True, nthreads=FOUR, timeout=250)
 async def test_only_what_is_in_quarantine_can_be_released(c: Client, s: Scheduler, *workers: Worker) -> None:
     async with Auditor(c, seed=1, domain="worker") as auditor:
         with pytest.raises(InputError, match=r"expected a domain in quarantine \(\[\]\), got '2'"):

@@ -466,7 +466,7 @@ def test_a_killed_worker_is_killed_once(fresh_cluster: Callable[[int], Client]) 
     injector = FaultInjector(FaultPlan([Fault("killed", shard=2, times=1)]))
     client.register_plugin(injector)
     (before,) = client.run(os.getpid).values()
-    assert wrong({"d": open_batch(submit(client).result(timeout=60))}) == set()
+    assert wrong({"d": open_batch(submit(client).result(timeout=250))}) == set()
     assert not psutil.pid_exists(before)
     assert set(client.run(os.getpid).values()) != {before}
     (delivery,) = client.run_on_scheduler(delivered, run=injector.run)
@@ -489,7 +489,7 @@ def test_a_frozen_worker_stops_and_goes_on_when_continued(fresh_cluster: Callabl
         assert not future.done()
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert wrong({"d": open_batch(future.result(timeout=60))}) == set()
+    assert wrong({"d": open_batch(future.result(timeout=250))}) == set()
     assert [d.kind for d in client.run_on_scheduler(delivered, run=injector.run)] == ["frozen"]
 
 

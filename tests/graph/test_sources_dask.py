@@ -371,7 +371,7 @@ def test_persisted_and_mixed_arrays_on_a_cluster(cluster4: Client) -> None:
             assert source.dependencies(ids) == list(loader.dependencies)
             futures = dict(x.dask)
             deps = [futures[key] for key in loader.dependencies]
-            result = dict(cluster4.submit(run_loader, loader, *deps, pure=False).result(timeout=60))
+            result = dict(cluster4.submit(run_loader, loader, *deps, pure=False).result(timeout=250))
             for k in ids:
                 np.testing.assert_array_equal(result[k].x, reference[5 * k : 5 * k + 5])
                 np.testing.assert_array_equal(result[k].weights, abs(expected[5 * k : 5 * k + 5, 1]))

@@ -208,6 +208,6 @@ def test_real_dataset_names_the_variable_that_does_not_fit(climate: xr.Dataset) 
 
 def test_real_file_on_a_cluster(cluster4: Client, climate: xr.Dataset, temperature: Any) -> None:
     loader = make_source(climate["air_temperature"], dim="time").batch([1, 3])
-    blocks = dict(cluster4.submit(run_loader, loader, pure=False).result(timeout=60))
+    blocks = dict(cluster4.submit(run_loader, loader, pure=False).result(timeout=250))
     np.testing.assert_array_equal(blocks[1].x, temperature[30:60])
     np.testing.assert_array_equal(blocks[3].x, temperature[90:120])

@@ -38,7 +38,7 @@ def plain(store: WeightStore) -> tuple[int, ...]:
 def in_cluster(body: Any, workers: int = 5) -> None:
     """Run a coroutine function with a client of workers in this process."""
 
-    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * workers, timeout=100)
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * workers, timeout=250)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         await body(c)
 

@@ -39,7 +39,7 @@ def plain(store: WeightStore) -> tuple[int, ...]:
 def in_cluster(body: Any) -> None:
     """Run a coroutine function with a client of four workers in this process."""
 
-    @gen_cluster(client=True, nthreads=FOUR, timeout=100)
+    @gen_cluster(client=True, nthreads=FOUR, timeout=250)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         await body(c)
 
@@ -183,7 +183,7 @@ def test_bad_input_is_refused_before_anything_is_sent(store: WeightStore) -> Non
 
 
 def test_nothing_is_left_on_the_workers(store: WeightStore) -> None:
-    @gen_cluster(client=True, nthreads=FOUR, timeout=100)
+    @gen_cluster(client=True, nthreads=FOUR, timeout=250)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         async with Pipeline(c, store, stages=3, spares=1) as pipeline:
             await pipeline.generate(PROMPT, 4)
