@@ -6,20 +6,24 @@ branch for it: the methods of the one seat are replaced.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dask_sdc.exceptions import InputError
+from dask_sdc.exceptions import InputError, StageError
 from dask_sdc.faults.flips import flip_state_bit, inject_bit_flip
 
 __all__ = [
     "KINDS",
     "StageFault",
+    "arm_link_delay",
     "arm_replay_fault",
     "arm_shadow_fault",
     "arm_spare_fault",
@@ -130,6 +134,8 @@ def arm_spare_fault(pipeline: Any, worker: str, stage: int, bit: int = 30) -> An
     bit : int
         Which bit is flipped, as of `StageFault`.
     """
+    if worker not in pipeline.spares or not 0 <= stage < len(pipeline.workers):
+        raise InputError(f"expected one of the spares {pipeline.spares} and a stage, got {worker}, {stage}")
     return pipeline.client.run(_arm_spare, pipeline.name, stage, bit, workers=[worker])
 
 
@@ -148,6 +154,27 @@ def _arm_shadow(bit: int, dask_worker: Any) -> None:
     dask_worker.handlers["sdc_stage_shadow"] = bent
 
 
+def arm_link_delay(pipeline: Any, stage: int, seconds: float) -> Any:
+    """Let all that a stage sends to the next one arrive later, as over a long link.
+
+    The stage does not wait: messages are on their way side by side, and arrive in order.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+        A running pipeline.
+    stage : int
+        Number of the stage, not the tail.
+    seconds : float
+        How much later.
+    """
+    if not 0 <= stage < len(pipeline.workers) - 1:
+        raise InputError(f"stage: expected one that sends to a next one, got {stage}")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+        raise InputError(f"seconds: expected a finite number >= 0, got {seconds!r}")
+    return pipeline.client.run(_arm_delay, pipeline.name, seconds, workers=[pipeline.workers[stage]])
+
+
 def _arm(name: str, fault: StageFault, dask_worker: Any) -> None:
     seat = dask_worker.plugins["dask_sdc-stages"].seats[name]
     if fault.kind == "drop":
@@ -158,8 +185,36 @@ def _arm(name: str, fault: StageFault, dask_worker: Any) -> None:
 
 def _arm_replay(kind: str, call: int, dask_worker: Any) -> None:
     left = [call]
-    for name in ("sdc_stage_replay", "sdc_stage_refeed"):
+    for name in ("replay", "refeed", "replay_joined", "refeed_joined"):
+        name = f"sdc_stage_{name}"
         dask_worker.handlers[name] = _dying(dask_worker.handlers[name], kind, left)
+
+
+def _arm_delay(name: str, seconds: float, dask_worker: Any) -> None:
+    seat = dask_worker.plugins["dask_sdc-stages"].seats[name]
+    seat.send = _LongLink(seat.send, seconds).send
+
+
+class _LongLink:
+    """Takes messages at once and delivers each some time later; one that cannot be delivered is lost."""
+
+    def __init__(self, send: Callable[..., Awaitable[bool]], seconds: float) -> None:
+        self._send, self._seconds = send, seconds
+        self._under_way: deque[tuple[float, tuple[Any, ...]]] = deque()
+        self._delivery: asyncio.Task[None] | None = None
+
+    async def send(self, *message: Any) -> bool:
+        self._under_way.append((asyncio.get_running_loop().time() + self._seconds, message))
+        if self._delivery is None or self._delivery.done():
+            self._delivery = asyncio.create_task(self._deliver())
+        return True
+
+    async def _deliver(self) -> None:
+        while self._under_way:
+            due, message = self._under_way.popleft()
+            await asyncio.sleep(due - asyncio.get_running_loop().time())
+            with contextlib.suppress(OSError, StageError):
+                await self._send(*message)
 
 
 def _dying(handler: Callable[..., Any], kind: str, left: list[int]) -> Callable[..., Any]:

@@ -187,6 +187,10 @@ class _Again(Exception):
     """This attempt failed; what is known of it was noted."""
 
 
+class _Tie(Exception):
+    """A fast replay gave another token: one that was as likely, or a wrong one. An exact replay tells."""
+
+
 class _Abandon(Exception):
     """One session cannot be healed."""
 
@@ -380,6 +384,17 @@ class _Recovery:
         lost = [stage for stage in range(len(self.blocks)) if self.has_lost(stage, session)]
         evidence = {stage: await self.evidence(stage, session) for stage in lost}
         exact = self.is_exact(session, evidence)
+        try:
+            await self.replay_all(session, lost, evidence, exact)
+        except _Tie:
+            self.sessions[session.session] = session
+            for stage in lost:
+                self.unproved[stage].add(session.session)
+            await self.replay_all(session, lost, evidence, True)
+
+    async def replay_all(
+        self, session: SessionState, lost: Sequence[int], evidence: Mapping[int, Evidence], exact: bool
+    ) -> None:
         for stage in lost:
             await self.call("open", self.ops.open(stage, session), stage, session.session)
         doubtful: list[int] = []  # stages that only the proof of a later one can prove
@@ -406,6 +421,8 @@ class _Recovery:
         try:
             await self.feed(proof, session, exact)
         except ReplayMismatch as mismatch:
+            if mismatch.what == "token" and session.exact and not exact:
+                raise _Tie from mismatch
             self.judge(mismatch, session, doubtful)
         self.replays[stage, session.session] = Replay(
             stage,

@@ -17,7 +17,7 @@ from dask_sdc.inference.journal import ChunkRecord, DigestLog, Journal, boundary
 from dask_sdc.inference.model.sampling import sample
 from dask_sdc.inference.stage import Stage
 
-__all__ = ["Chunk", "Output", "SessionSettings", "StageHost"]
+__all__ = ["Chunk", "Output", "SessionSettings", "StageHost", "joined_chunk"]
 
 Array = np.ndarray[Any, Any]
 
@@ -197,15 +197,22 @@ class StageHost:
         held = self._find(chunk.session)
         if chunk.position < held.log.position:
             self.truncate(chunk.session, chunk.position)
-        digest = self._proved(chunk)
-        held.log.append(ChunkRecord(chunk.index, chunk.position, chunk.width, chunk.width, digest))
-        held.rows[chunk.index] = chunk.rows
+        self._log_input(held, chunk)
         output = self.compute(held, chunk.array, chunk.rows)
         return self._recorded(held, chunk, output)
 
-    def compute(self, held: _Held, array: Array, rows: int | None) -> Array:
+    def _log_input(self, held: _Held, chunk: Chunk) -> None:
+        width, digest = chunk.width, self._proved(chunk)
+        # What the head is fed is nobody's output, so nobody is compared with it.
+        sketch = boundary_sketch(chunk.array) if held.settings.sketched and self.number else b""
+        record = ChunkRecord(chunk.index, chunk.position, width, width, digest, sketch=sketch)
+        held.log.append(record)
+        held.rows[chunk.index] = chunk.rows
+
+    def compute(self, held: _Held, array: Array, rows: int | None, rounded: bool = False) -> Array:
         """Run the stage over an array; the step that faults are injected into."""
-        return self.stage.forward(array, held.state, rows=rows if self.tail else None)
+        forward = self.stage.forward_rounded if rounded else self.stage.forward
+        return forward(array, held.state, rows=rows if self.tail else None)
 
     def replay(self, chunks: Sequence[Chunk], kept: Sequence[int]) -> list[ChunkRecord]:
         """Take chunks of one session again, each in its full width, and return the records of the outputs.
@@ -247,10 +254,7 @@ class StageHost:
     def _together(self, chunks: list[Chunk]) -> list[ChunkRecord]:
         held = self._find(chunks[0].session)
         for chunk in chunks:
-            held.log.append(
-                ChunkRecord(chunk.index, chunk.position, chunk.width, chunk.width, self._proved(chunk))
-            )
-            held.rows[chunk.index] = chunk.rows
+            self._log_input(held, chunk)
         output = self.compute(held, np.concatenate([chunk.array for chunk in chunks], axis=1), None)
         records, begin = [], 0
         for chunk in chunks:
@@ -258,6 +262,13 @@ class StageHost:
             records.append(self._recorded(held, chunk, part).record)
             begin += chunk.width
         return records
+
+    def replay_joined(self, chunk: Chunk) -> ChunkRecord:
+        """Take a chunk that `joined` made and return the record of the output, whose bits are rounded."""
+        held = self._find(chunk.session)
+        self._log_input(held, chunk)
+        output = self.compute(held, chunk.array, chunk.rows, True)
+        return self._recorded(held, chunk, output).record
 
     def _proved(self, chunk: Chunk) -> bytes:
         digest = boundary_digest(chunk.array)
@@ -324,18 +335,56 @@ class StageHost:
         InputError
             If one is not there.
         """
-        held = self._find(session)
-        if held.journal is None:
-            raise InputError(f"stage {self.number}: expected a stage with a journal, this is the tail")
-        found = {record.index: record for record in held.journal.records}
+        held, journal = self._journaled(session)
+        found = {record.index: record for record in journal.records}
         return [
             Chunk(
                 session,
                 index,
                 found[index].position,
-                held.journal.read(index),
+                journal.read(index),
                 held.rows[index],
                 found[index].digest,
             )
             for index in indices
         ]
+
+    def joined(self, session: str, position: int, width: int, sampled_from: int) -> Chunk:
+        """Return recorded outputs that count as one long chunk for the next stage.
+
+        Parameters
+        ----------
+        session : str
+            Name of the session.
+        position : int
+            Where the chunk begins.
+        width : int
+            Its positions at most; a recorded chunk is never split.
+        sampled_from : int
+            Position after which the first token was sampled.
+
+        Raises
+        ------
+        CorruptionError
+            If a recorded chunk is damaged.
+        InputError
+            If none begins there.
+        """
+        _, journal = self._journaled(session)
+        part = next(journal.merged(width, position), None)
+        if part is None or part[0].position != position:
+            got = "none" if part is None else f"one at {part[0].position}"
+            raise InputError(f"{journal.name}: expected a recorded chunk at {position}, got {got}")
+        return joined_chunk(session, *part, sampled_from)
+
+    def _journaled(self, session: str) -> tuple[_Held, Journal]:
+        held = self._find(session)
+        if held.journal is None:
+            raise InputError(f"stage {self.number}: expected a stage with a journal, this is the tail")
+        return held, held.journal
+
+
+def joined_chunk(session: str, record: ChunkRecord, array: Array, sampled_from: int) -> Chunk:
+    """Return positions as a chunk of which every row is wanted whose token was once sampled."""
+    rows = max(0, record.end - max(record.position, sampled_from))
+    return Chunk(session, record.index, record.position, array, rows, boundary_digest(array))

@@ -14,7 +14,7 @@ import os
 import struct
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -497,13 +497,15 @@ class Journal:
         for record in self.records:
             yield record, self.read(record.index)
 
-    def merged(self, width: int) -> Iterator[tuple[ChunkRecord, Array]]:
+    def merged(self, width: int, begin: int = 0) -> Iterator[tuple[ChunkRecord, Array]]:
         """Yield the kept positions in few wide chunks, for a fast replay.
 
         Parameters
         ----------
         width : int
             Positions per chunk at most; a recorded chunk is never split.
+        begin : int, optional
+            Position to begin at, where a recorded chunk begins.
 
         Yields
         ------
@@ -511,13 +513,14 @@ class Journal:
             Index of the last chunk that went in, and the chunks joined along axis 1, the axis of positions.
         """
         waiting: list[tuple[ChunkRecord, Array]] = []
-        for record, array in self:
+        records = self.records
+        for record in records[bisect_left(records, begin, key=lambda record: record.position) :]:
             if waiting and record.end - waiting[0][0].position > width:
-                yield _join(waiting)
+                yield join_chunks(waiting)
                 waiting = []
-            waiting.append((record, array[:, : record.kept]))
+            waiting.append((record, self.read(record.index)))
         if waiting:
-            yield _join(waiting)
+            yield join_chunks(waiting)
 
     def close(self) -> None:
         """Give memory and spill back; may be called again."""
@@ -576,11 +579,12 @@ class Journal:
         return np.ndarray(held.shape, held.dtype, buffer=bytearray(raw))
 
 
-def _join(parts: list[tuple[ChunkRecord, Array]]) -> tuple[ChunkRecord, Array]:
+def join_chunks(parts: Sequence[tuple[ChunkRecord, Array]]) -> tuple[ChunkRecord, Array]:
+    """Return the kept positions of chunks that follow each other as one, under the last one's number."""
     first, last = parts[0][0], parts[-1][0]
     width = last.end - first.position
     record = ChunkRecord(last.index, first.position, width, width)
-    return record, np.concatenate([array for _, array in parts], axis=1)
+    return record, np.concatenate([array[:, : record.kept] for record, array in parts], axis=1)
 
 
 def _open_spill(spill: Any, name: str) -> Spill | None:

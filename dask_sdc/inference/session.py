@@ -331,6 +331,11 @@ class SessionState:
         return self.chunks[-1].end if self.chunks else 0
 
     @property
+    def sampled_from(self) -> int:
+        """Position after which the first token is sampled: the last one of the prompt."""
+        return max(0, len(self.prompt) - 1)
+
+    @property
     def plan(self) -> ReplayPlan | None:
         """See `plan_replay`; tokens of a checkpoint count as prompt. None without a prompt."""
         if not self.prompt:

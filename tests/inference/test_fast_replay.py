@@ -198,6 +198,65 @@ def test_two_neighbours_fast() -> None:
     ]
 
 
+TOKENS = tuple(p % 7 for p in range(39, 64))  # after the last position of a prompt of 40 and all that follow
+
+
+class Tied(Fast):
+    """A tail that samples another token in a fast replay; a wrong spare does so in an exact one too."""
+
+    wrong = False
+
+    def session(self, exact: bool = True) -> SessionState:
+        plain = super().session(exact)
+        tail = tuple(self._sampled(record) for record in plain.boundaries[STAGES - 1])
+        return replace(plain, prompt=(1,) * 40, committed=TOKENS, boundaries={STAGES - 1: tail})
+
+    def _sampled(self, record: ChunkRecord) -> ChunkRecord:
+        positions = range(max(39, record.position), record.position + record.width)
+        return replace(record, tokens=tuple(p % 7 for p in positions))
+
+    async def replay(self, stage: int, session: SessionState, exact: bool) -> AsyncIterator[ChunkRecord]:
+        async for record in super().replay(stage, session, exact):
+            if stage < STAGES - 1:
+                yield record
+                continue
+            record = self._sampled(record)
+            if (self.wrong or not exact) and record.end == 64:
+                record = replace(record, tokens=(9, *record.tokens[1:]))
+            yield record
+
+
+def test_a_token_that_a_fast_replay_samples_otherwise_is_judged_by_an_exact_one() -> None:
+    ops = Tied()
+    ops.lost |= {1, 2}
+    ops.spares = [ops.weights[1], ops.weights[2]]
+    places = {1: ops.weights[1], 2: ops.weights[2]}
+
+    async def load(stage: int, spare: str) -> str:
+        ops.stages[stage] = Stage(places[stage])
+        ops.lost.discard(stage)
+        return "w"
+
+    ops.load = load  # type: ignore[method-assign]
+    before = [ops.stages[stage].state for stage in range(STAGES)]
+    report = ops.heal(exact=False)
+    assert ops.exactness == [False, False, True, True]
+    assert [(r.stage, r.exact, r.tokens) for r in report.replays] == [(1, True, 0), (2, True, 25)]
+    assert (report.inexact, report.refused, report.attempts) == (frozenset(), {}, 1)
+    for stage in range(STAGES):
+        np.testing.assert_array_equal(ops.stages[stage].state, before[stage])
+
+
+def test_a_wrong_token_is_refused_when_the_exact_replay_gives_it_too() -> None:
+    ops = Tied()
+    ops.wrong = True
+    ops.lose(2)
+    with pytest.raises(ReplayMismatch, match="stage 2, session s, position 62: expected the tokens") as info:
+        ops.heal(exact=False)
+    assert (info.value.stage, info.value.what) == (2, "token")
+    assert ops.exactness == [False, True]
+
+
 def test_without_sketches_a_replay_is_exact_or_none() -> None:
     ops = Fast(sketches=False)
     ops.lose(1)

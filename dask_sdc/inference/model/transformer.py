@@ -89,7 +89,8 @@ class Transformer:
         self._rows = (
             RowKernels(blocks, geometry) if xp is np else ArrayKernels(blocks, geometry, xp, by_row=True)
         )
-        self._bulk = self._rows if invariant else ArrayKernels(blocks, geometry, xp)
+        self._wide = ArrayKernels(blocks, geometry, xp)
+        self._bulk = self._rows if invariant else self._wide
         self._inverse = rotary_frequencies(config)
         self._turns = (np.empty((0, 0), np.float32),) * 2
 
@@ -248,7 +249,7 @@ class Transformer:
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def forward(self, x: Array, cache: KVCache, *, rows: int | None = None) -> Array:
+    def forward(self, x: Array, cache: KVCache, *, rows: int | None = None, rounded: bool = False) -> Array:
         """Run a chunk through the block and append it to the cache.
 
         Parameters
@@ -260,6 +261,8 @@ class Transformer:
             Of the same layers; its length is the position of the chunk.
         rows : int or None
             Last positions of the chunk whose logits are wanted, where this is the last block; None is all.
+        rounded : bool
+            Whether the chunk may go through BLAS even so, whose rounding depends on its length.
 
         Returns
         -------
@@ -275,20 +278,20 @@ class Transformer:
         """
         self._check(x, cache)
         steps, size = x.shape[1], self.config.hidden_size  # T, D
-        kernels = self._rows if steps <= ROWS else self._bulk
+        kernels = self._wide if rounded else self._rows if steps <= ROWS else self._bulk
         cache.reserve(steps)
         h = self._embedded(x, cache.length) if self.first else self._given(x)  # (R, D)
         cos, sin = self._rotation(cache.length, steps)  # (T, head_dim / 2)
         h = kernels.run(h, steps, cos, sin, cache.cached, cache.length)  # (R, D)
         cache.length += steps
         h = h.reshape(-1, steps, size)  # (B, T, D)
-        return self._logits(h, steps if rows is None else rows) if self.last else h
+        return self._logits(h, steps if rows is None else rows, rounded) if self.last else h
 
-    def _logits(self, h: Array, rows: int) -> Array:
+    def _logits(self, h: Array, rows: int, rounded: bool) -> Array:
         """Return the logits of the last ``rows`` positions: (B, rows, V)."""
         if not 0 <= rows <= h.shape[1]:
             raise InputError(f"rows: expected 0..{h.shape[1]} of the chunk, got {rows}")
-        kernels = self._rows if rows <= ROWS else self._bulk
+        kernels = self._wide if rounded else self._rows if rows <= ROWS else self._bulk
         flat = self._xp.ascontiguousarray(h[:, h.shape[1] - rows :]).reshape(-1, h.shape[2])  # (B·rows, D)
         logits = kernels.logits(flat, self._norm, self._head)
         return logits.reshape(h.shape[0], rows, self.config.vocab_size)

@@ -54,6 +54,8 @@ class Coordinator:
         Seconds without an answer after which a stage counts as frozen.
     budget : int
         Positions of all open sessions together that the stages have memory for.
+    exact : bool
+        Whether replays are exact; see `run_recovery`.
     audit : ShadowAudit, optional
         Draws the chunks that are audited.
     differs : callable, optional
@@ -67,6 +69,7 @@ class Coordinator:
         crew: Crew,
         timeout: float,
         budget: int,
+        exact: bool,
         audit: ShadowAudit | None = None,
         differs: Callable[[Mismatch], Awaitable[None]] | None = None,
     ) -> None:
@@ -94,6 +97,7 @@ class Coordinator:
         self._audits = None
         if audit is not None and differs is not None:
             self._audits = StageAudits(audit, self, differs)
+        self._exact = exact
 
     # -- generation ------------------------------------------------------------------------------
 
@@ -109,7 +113,8 @@ class Coordinator:
         """
         async with self._admitted(capacity):
             name = session.name
-            self._settings[name] = session.settings(capacity, sketched=self._audits is not None)
+            sketched = self._audits is not None or not self._exact
+            self._settings[name] = session.settings(capacity, sketched=sketched)
             self._sessions[name] = session
             try:
                 await self._until_healed(session, self._open(session))
@@ -401,6 +406,7 @@ class Coordinator:
                     returned=self._settled,
                     evict=evicted,
                     distrusted=self._distrusted,
+                    exact=self._exact,
                     timeout_s=self.timeout,
                 )
             except GenerationInterrupted as error:
@@ -411,6 +417,8 @@ class Coordinator:
             self._epoch, self._settled = report.epoch, self._fed
             self._returned.clear()
             self._distrusted = set(report.resent)
+            for name in report.inexact & self._sessions.keys():
+                self._sessions[name].exact = False
             self.recoveries.append(report)
             self._alarm = asyncio.get_running_loop().create_future()
         return report

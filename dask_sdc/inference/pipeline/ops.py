@@ -9,16 +9,18 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from dask_sdc.exceptions import StageError
-from dask_sdc.inference.host import Chunk, SessionSettings
-from dask_sdc.inference.journal import ChunkRecord
+from dask_sdc.inference.host import Chunk, SessionSettings, joined_chunk
+from dask_sdc.inference.journal import ChunkRecord, join_chunks
 from dask_sdc.inference.ops import RecoveryOps
 from dask_sdc.inference.pipeline.worker import Place, pack_chunk, unpack_record
 from dask_sdc.inference.session import SessionState, StageReport
 
-__all__ = ["ClusterOps", "Ring", "parts"]
+__all__ = ["ClusterOps", "Ring", "fed_joined", "parts"]
 
 #: Chunks and positions that are replayed in one call, which has one deadline.
 _CHUNKS, _POSITIONS = 64, 1024
+#: Positions that a fast replay joins to one chunk: enough for BLAS, with activations that stay small.
+_WIDE = 256
 
 T = TypeVar("T")
 
@@ -198,8 +200,11 @@ class ClusterOps(RecoveryOps):
         """Return what a stage logged of its inputs."""
         return [unpack_record(packed) for packed in await self._ring.call(stage, "digests", session=session)]
 
-    async def replay(self, stage: int, session: SessionState, exact: bool) -> AsyncIterator[ChunkRecord]:
+    def replay(self, stage: int, session: SessionState, exact: bool) -> AsyncIterator[ChunkRecord]:
         """Feed a session to a stage again."""
+        return self._exactly(stage, session) if exact else self._in_long_chunks(stage, session)
+
+    async def _exactly(self, stage: int, session: SessionState) -> AsyncIterator[ChunkRecord]:
         for part in parts(session.chunks):
             indices, kept = [chunk.index for chunk in part], [chunk.kept for chunk in part]
             if stage == 0:
@@ -217,6 +222,26 @@ class ClusterOps(RecoveryOps):
             for record in packed:
                 yield unpack_record(record)
 
+    async def _in_long_chunks(self, stage: int, session: SessionState) -> AsyncIterator[ChunkRecord]:
+        name, position, sampled_from = session.session, 0, session.sampled_from
+        while position < session.position:
+            if stage == 0:
+                chunk = fed_joined(session, position, _WIDE, self._fed)
+                packed = await self._ring.call(0, "replay_joined", chunk=pack_chunk(chunk))
+            else:
+                packed = await self._ring.call(
+                    stage - 1,
+                    "refeed_joined",
+                    session=name,
+                    position=position,
+                    width=_WIDE,
+                    sampled_from=sampled_from,
+                    to=self._ring.addresses[stage],
+                )
+            record = unpack_record(packed)
+            yield record
+            position = record.end
+
     async def resume(self, epoch: int) -> None:
         """Let all stages work."""
         chunk = self._settled()
@@ -226,6 +251,19 @@ class ClusterOps(RecoveryOps):
                 raise StageError(
                     f"stage {stage}: expected it to resume, got {answer!r}", stage=stage
                 ) from answer
+
+
+def fed_joined(
+    session: SessionState, position: int, width: int, fed: Callable[[str, Sequence[int]], list[Chunk]]
+) -> Chunk:
+    """Return what the head was fed and counts as one long chunk; see `StageHost.joined`."""
+    records: list[ChunkRecord] = []
+    for record in session.chunks:
+        if record.position >= position and (not records or record.end - position <= width):
+            records.append(record)
+    chunks = fed(session.session, [record.index for record in records])
+    joined = [(record, chunk.array) for record, chunk in zip(records, chunks, strict=True)]
+    return joined_chunk(session.session, *join_chunks(joined), session.sampled_from)
 
 
 def parts(chunks: Sequence[ChunkRecord]) -> Iterator[list[ChunkRecord]]:

@@ -110,6 +110,10 @@ class Pipeline:
         Positions of a prefill chunk.
     timeout : float
         Seconds without an answer after which a stage counts as frozen.
+    replay : {"exact", "fast"}
+        How a lost stage is fed again. Exact: it has to reproduce every recorded bit, and no token changes.
+        Fast: in long chunks through BLAS, compared by sketch; where two tokens are as likely as each other
+        but for rounding, the text may then go on with the other one.
     kv_bytes : int, optional
         Bytes for the KV caches of all sessions per stage; a quarter of the worker's memory by default.
     journal_bytes : int
@@ -151,6 +155,7 @@ class Pipeline:
         depth: int = 1,
         prefill_chunk: int = 256,
         timeout: float = 10.0,
+        replay: str = "exact",
         kv_bytes: int | None = None,
         journal_bytes: int = 2**28,
         spill: str | os.PathLike[str] | None = None,
@@ -175,6 +180,8 @@ class Pipeline:
             raise InputError(f"timeout: expected seconds > 0, got {timeout!r}")
         if stages != "auto":
             _check_int("stages", stages, 1)
+        if replay not in ("exact", "fast"):
+            raise InputError(f"replay: expected 'exact' or 'fast', got {replay!r}")
         if kv_bytes is not None:
             _check_int("kv_bytes", kv_bytes, 1)
         self._audit = ShadowAudit(audit_rate) if _check_number("audit_rate", audit_rate) > 0 else None
@@ -191,6 +198,7 @@ class Pipeline:
         self.client, self.tokenizer = client, tokenizer or _tokenizer_of(self.store)
         self._stages, self._spares, self._drafter, self._depth = stages, spares, drafter, depth
         self._chunk, self._timeout, self._kv_bytes = prefill_chunk, float(timeout), kv_bytes
+        self._exact = replay == "exact"
         self._journal_bytes, self._spill = journal_bytes, None if spill is None else os.fspath(spill)
         self.name = f"sdc-pipeline-{uuid.uuid4().hex[:12]}"
         self._session = Session(client, "auto", None, dask.config.get("sdc.lanes"), False, self._timeout)
@@ -238,6 +246,7 @@ class Pipeline:
             self._crew,
             self._timeout,
             self._budget(chosen),
+            self._exact,
             self._audit,
             self._differs,
         )

@@ -109,6 +109,8 @@ class TokenSession:
         #: Per stage the position up to which audits agreed, and the hash chain over what it put out.
         self.audited: tuple[int, ...] = ()
         self.chains: tuple[str, ...] = ()
+        #: See `SessionState`.
+        self.exact = True
         self._chunk, self._drafter, self._depth, self._facts = chunk, drafter, depth, facts
         # The prefill feeds the prompt and what was committed before, but for the driver token.
         self._given = [*request.prompt, *request.committed[:-1]]
@@ -159,6 +161,7 @@ class TokenSession:
             self._facts["stage_boundaries"],
             # While a resumed text is fed, its tokens are ahead of the positions.
             resumed=0 if whole else len(self.committed),
+            exact=self.exact,
         )
 
     def settings(self, capacity: int, sketched: bool = False) -> SessionSettings:

@@ -293,6 +293,8 @@ class StageWorkerPlugin(WorkerPlugin):
                 self.shadow,
                 self.unshadow,
                 self.chain,
+                self.refeed_joined,
+                self.replay_joined,
             )
         }
 
@@ -493,6 +495,22 @@ class StageWorkerPlugin(WorkerPlugin):
         """Forget what was computed of a session for audits (RPC handler)."""
         if pipeline in self.shadows:
             await self.shadows[pipeline].close(session)
+
+    async def refeed_joined(
+        self, pipeline: str, session: str, position: int, width: int, sampled_from: int, to: str
+    ) -> list[Any]:
+        """Feed recorded outputs as one long chunk to a stage that replays (RPC handler)."""
+        seat = self._seat(pipeline)
+        chunk = await seat.run(seat.host.joined, session, position, width, sampled_from)
+        record: list[Any] = await self.worker.rpc(to).sdc_stage_replay_joined(
+            pipeline=pipeline, chunk=pack_chunk(chunk)
+        )
+        return record
+
+    async def replay_joined(self, pipeline: str, chunk: Mapping[str, Any]) -> list[Any]:
+        """Take one long chunk again and return the record of the output (RPC handler)."""
+        seat = self._seat(pipeline)
+        return pack_record(await seat.run(seat.host.replay_joined, Chunk(**chunk)))
 
 
 def describe(stage: Stage) -> bytes:
