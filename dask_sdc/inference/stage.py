@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,31 @@ class Stage(ABC):
         Fast replays go through it; one that gives the bits of `forward`, as the default does, is right too.
         """
         return self.forward(chunk, state, rows=rows)
+
+    def forward_tree(self, chunk: Array, state: Any, parents: Sequence[int]) -> Array:
+        """Take a tree of drafts; every row comes out as it does at the end of its branch alone.
+
+        Parameters
+        ----------
+        chunk : ndarray, shape (B, N + 1, ...)
+            The next position, and N nodes behind it; see `DraftTree`.
+        state : object
+            What `init` returned; updated in place, to be put right by `keep` or `truncate`.
+        parents : sequence of int
+            The node that each of the N follows, -1 for the first row.
+
+        Raises
+        ------
+        InputError
+            If the stage cannot, as is the default.
+        """
+        raise InputError(f"{type(self).__name__} cannot take a tree of drafts, got {len(parents)} of them")
+
+    def keep(self, state: Any, position: int, rows: Sequence[int]) -> None:
+        """Keep these rows of the tree that was taken at ``position``, and no others."""
+        raise InputError(
+            f"{type(self).__name__} cannot take a tree of drafts, was to keep {len(rows)} of one"
+        )
 
     @abstractmethod
     def position(self, state: Any) -> int:
@@ -216,6 +241,15 @@ class TransformerStage(Stage):
         """Return what `forward` does, through BLAS."""
         y: Array = self.model.forward(chunk, state, rows=rows, rounded=True)
         return y
+
+    def forward_tree(self, chunk: Array, state: KVCache, parents: Sequence[int]) -> Array:
+        """Return activations, or logits, of a tree of drafts."""
+        y: Array = self.model.forward(chunk, state, parents=parents)
+        return y
+
+    def keep(self, state: KVCache, position: int, rows: Sequence[int]) -> None:
+        """Keep these keys and values of a tree; see `KVCache.keep`."""
+        state.keep(position, rows)
 
     def position(self, state: KVCache) -> int:
         """Return the positions in the cache."""

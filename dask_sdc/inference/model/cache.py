@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,6 +225,36 @@ class KVCache:
                     f"too few for a window of {layer.window} at {length}"
                 )
         self.length = length
+
+    def keep(self, position: int, rows: Sequence[int]) -> None:
+        """Let some of the positions from ``position`` on take the place of all, in their order.
+
+        Parameters
+        ----------
+        position : int
+            Where the last chunk began, a tree of drafts.
+        rows : sequence of int
+            Rows of that chunk that were right, ascending.
+
+        Raises
+        ------
+        InputError
+            If the cache has no such rows.
+        """
+        chosen = [position + row for row in rows]
+        if (
+            position < 0
+            or chosen != sorted(set(chosen))
+            or not all(position <= p < self.length for p in chosen)
+        ):
+            raise InputError(
+                f"KV cache: expected rising positions from {position} to {self.length - 1}, got {chosen}"
+            )
+        for layer in self._layers:
+            begin = position - layer.base
+            for array in (layer.k, layer.v):
+                array[:, :, begin : begin + len(chosen)] = array[:, :, [p - layer.base for p in chosen]]
+        self.length = position + len(chosen)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the positions that later rows can see, as canonical-encodable arrays on the host.

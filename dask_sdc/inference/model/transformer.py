@@ -7,7 +7,7 @@ Shapes: B sequences, T positions of a chunk, D hidden_size, H heads and KV key-v
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,17 @@ import numpy as np
 from dask_sdc.exceptions import InputError
 from dask_sdc.inference.model.cache import KVCache
 from dask_sdc.inference.model.config import ModelConfig
-from dask_sdc.inference.model.kernels import ArrayKernels, Block, Geometry, Linear, Norm, RowKernels, widen
+from dask_sdc.inference.model.kernels import (
+    NO_TREE,
+    ArrayKernels,
+    Block,
+    Geometry,
+    Linear,
+    Norm,
+    RowKernels,
+    branches,
+    widen,
+)
 from dask_sdc.inference.model.kernels.layout import GELU, LINEAR, SWIGLU, padded
 
 __all__ = ["ROWS", "Transformer"]
@@ -249,7 +259,15 @@ class Transformer:
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def forward(self, x: Array, cache: KVCache, *, rows: int | None = None, rounded: bool = False) -> Array:
+    def forward(
+        self,
+        x: Array,
+        cache: KVCache,
+        *,
+        rows: int | None = None,
+        rounded: bool = False,
+        parents: Sequence[int] = (),
+    ) -> Array:
         """Run a chunk through the block and append it to the cache.
 
         Parameters
@@ -263,6 +281,10 @@ class Transformer:
             Last positions of the chunk whose logits are wanted, where this is the last block; None is all.
         rounded : bool
             Whether the chunk may go through BLAS even so, whose rounding depends on its length.
+        parents : sequence of int
+            Where the rows behind the first are the nodes of a tree (see `DraftTree`): the node that each
+            follows, -1 for the first row. A row then has the bits that it has at the end of its branch alone.
+            Its key and value lie in the order of rows; see `KVCache.keep`.
 
         Returns
         -------
@@ -278,11 +300,15 @@ class Transformer:
         """
         self._check(x, cache)
         steps, size = x.shape[1], self.config.hidden_size  # T, D
+        tree = branches(parents) if parents else NO_TREE
+        if parents and len(tree) != steps:
+            raise InputError(f"chunk: expected {len(tree)} rows of a tree, got {steps}")
+        depths = tree[:, 0] - 1 if parents else slice(0, steps)
         kernels = self._wide if rounded else self._rows if steps <= ROWS else self._bulk
         cache.reserve(steps)
-        h = self._embedded(x, cache.length) if self.first else self._given(x)  # (R, D)
-        cos, sin = self._rotation(cache.length, steps)  # (T, head_dim / 2)
-        h = kernels.run(h, steps, cos, sin, cache.cached, cache.length)  # (R, D)
+        h = self._embedded(x, cache.length, depths) if self.first else self._given(x)  # (R, D)
+        cos, sin = self._rotation(cache.length, steps, depths)  # (T, head_dim / 2)
+        h = kernels.run(h, steps, cos, sin, cache.cached, cache.length, tree)  # (R, D)
         cache.length += steps
         h = h.reshape(-1, steps, size)  # (B, T, D)
         return self._logits(h, steps if rows is None else rows, rounded) if self.last else h
@@ -313,10 +339,10 @@ class Transformer:
                 f"chunk: expected ids in 0..{self.config.vocab_size - 1}, got {int(x.min())}..{int(x.max())}"
             )
 
-    def _embedded(self, ids: Array, start: int) -> Array:
+    def _embedded(self, ids: Array, start: int, depths: Any) -> Array:
         h = widen(self._embed[ids.reshape(-1)], self._xp)[:, : self.config.hidden_size]  # (R, D)
         if self.config.architecture == "gpt2":
-            table = self._position[start : start + ids.shape[1]]  # (T, D)
+            table = self._position[start : start + ids.shape[1]][depths]  # (T, D)
             h = (h.reshape(*ids.shape, -1) + table).reshape(h.shape)
         return self._xp.ascontiguousarray(h)
 
@@ -324,7 +350,7 @@ class Transformer:
         """Return activations (R, D) that may be overwritten."""
         return self._xp.array(x, copy=True).reshape(-1, x.shape[2])
 
-    def _rotation(self, start: int, steps: int) -> tuple[Array, Array]:
+    def _rotation(self, start: int, steps: int, depths: Any) -> tuple[Array, Array]:
         """Return cosine and sine of the angles of positions ``start``, …: (T, head_dim / 2) each."""
         # A local name: several threads may come here, each of whom makes a table that is long enough.
         turns, end = self._turns, start + steps
@@ -338,7 +364,7 @@ class Transformer:
                 self._xp.asarray(turn.astype(np.float32)) for turn in (np.cos(angle), np.sin(angle))
             )
             self._turns = turns = (cosine, sine)
-        return turns[0][start:end], turns[1][start:end]
+        return turns[0][start:end][depths], turns[1][start:end][depths]
 
 
 def rotary_frequencies(config: ModelConfig) -> Array:

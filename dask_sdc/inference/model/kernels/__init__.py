@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from dask_sdc.inference.model.kernels.arrays import ArrayKernels, widen
 from dask_sdc.inference.model.kernels.crew import set_threads, threads
-from dask_sdc.inference.model.kernels.layout import Block, Geometry, Linear, Norm
+from dask_sdc.inference.model.kernels.layout import NO_TREE, Block, Geometry, Linear, Norm, branches
 from dask_sdc.inference.model.kernels.stack import RowKernels
 
 __all__ = [
+    "NO_TREE",
     "ArrayKernels",
     "Block",
     "Geometry",
     "Linear",
     "Norm",
     "RowKernels",
+    "branches",
     "set_threads",
     "threads",
     "widen",

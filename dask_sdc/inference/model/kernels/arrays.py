@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_sdc.inference.model.kernels.layout import GELU, SWIGLU, Block, Geometry, Linear, Norm
+from dask_sdc.inference.model.kernels.layout import GELU, NO_TREE, SWIGLU, Block, Geometry, Linear, Norm
 
 __all__ = ["ArrayKernels", "widen"]
 
@@ -47,11 +47,20 @@ class ArrayKernels:
     ) -> None:
         self._blocks, self._geometry, self._xp, self._by_row = blocks, geometry, xp, by_row
 
-    def run(self, x: Array, steps: int, cos: Array, sin: Array, cached: Sequence[Any], length: int) -> Array:
+    def run(
+        self,
+        x: Array,
+        steps: int,
+        cos: Array,
+        sin: Array,
+        cached: Sequence[Any],
+        length: int,
+        tree: Array = NO_TREE,
+    ) -> Array:
         """Run rows (R, D) through all layers; see `RowKernels.run`."""
         for block, layer in zip(self._blocks, cached, strict=True):
             qkv = self._project(x, block.attention_norm, block.qkv)  # (R, (H + 2·KV)·W)
-            mixed = self._attend(qkv, steps, cos, sin, layer, length)  # (R, H·W)
+            mixed = self._attend(qkv, steps, cos, sin, layer, length, tree)  # (R, H·W)
             x = x + self._project(mixed, None, block.o)  # (R, D)
             inner = self._project(x, block.mlp_norm, block.up)  # (R, I)
             x = x + self._project(inner, None, block.down)  # (R, D)
@@ -98,7 +107,9 @@ class ArrayKernels:
         parts = [x @ widen(weight[o : o + step], self._xp).T for o in range(0, weight.shape[0], step)]
         return self._xp.concatenate(parts, axis=1)
 
-    def _attend(self, qkv: Array, steps: int, cos: Array, sin: Array, layer: Any, length: int) -> Array:
+    def _attend(
+        self, qkv: Array, steps: int, cos: Array, sin: Array, layer: Any, length: int, tree: Array
+    ) -> Array:
         """Append keys and values of rows (B·T, (H + 2·KV)·W) to the layer, return their mix (B·T, H·W)."""
         geometry = self._geometry
         batch, kv_heads, _, width = layer.k.shape
@@ -108,7 +119,7 @@ class ArrayKernels:
         layer.k[:, :, slot : slot + steps] = self._turn(k, cos, sin)
         layer.v[:, :, slot : slot + steps] = v
         q = self._turn(q, cos, sin) * np.float32(geometry.scale)
-        mixed = self._mixed(q.reshape(batch, kv_heads, -1, steps, width), layer, length, geometry.sinks)
+        mixed = self._mixed(q.reshape(batch, kv_heads, -1, steps, width), layer, length, geometry.sinks, tree)
         # (B, KV, G, T, W) -> (B, T, KV, G, W) -> (B·T, H·W)
         return mixed.transpose(0, 3, 1, 2, 4).reshape(batch * steps, geometry.heads * width)
 
@@ -120,13 +131,21 @@ class ArrayKernels:
         low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return self._xp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
 
-    def _mixed(self, q: Array, layer: Any, length: int, sinks: int) -> Array:
+    def _mixed(self, q: Array, layer: Any, length: int, sinks: int, tree: Array) -> Array:
         """Attend in pieces of bounded size: q (B, KV, G, T, W)."""
         batch, kv_heads, group, steps, _ = q.shape
         if self._by_row and batch > 1:
             alone = [replace(layer, k=layer.k[b : b + 1], v=layer.v[b : b + 1]) for b in range(batch)]
-            one = [self._mixed(q[b : b + 1], alone[b], length, sinks) for b in range(batch)]
+            one = [self._mixed(q[b : b + 1], alone[b], length, sinks, tree) for b in range(batch)]
             return self._xp.concatenate(one, axis=0)
+        if tree.size:
+            slot = length - layer.base
+            paths = [slot + tree[t, 1 : 1 + tree[t, 0]] for t in range(steps)]
+            parts = [
+                self._piece(q[:, :, :, t : t + 1], layer, length + len(path) - 1, sinks, path)
+                for t, path in enumerate(paths)
+            ]
+            return self._xp.concatenate(parts, axis=3)
         piece = max(1, _PIECE // (4 * batch * kv_heads * group * (length + steps - layer.base)))
         piece = 1 if self._by_row else piece
         parts = [
@@ -134,13 +153,18 @@ class ArrayKernels:
         ]
         return self._xp.concatenate(parts, axis=3)
 
-    def _piece(self, q: Array, layer: Any, first: int, sinks: int) -> Array:
-        """Attend rows at positions ``first``, …: q (B, KV, G, t, W)."""
+    def _piece(self, q: Array, layer: Any, first: int, sinks: int, path: Array | None = None) -> Array:
+        """Attend rows at positions ``first``, …: q (B, KV, G, t, W); one row that ends a ``path`` of slots."""
         xp = self._xp
         batch, kv_heads, group, steps, width = q.shape
         end = first + steps
         oldest = 0 if layer.window is None else max(0, first - layer.window + 1)
         parts = [slice(0, min(sinks, oldest)), slice(oldest - layer.base, end - layer.base)]
+        if path is not None:
+            # Keys of its own chunk lie where its branch does, the others at their positions.
+            begin = end - len(path)
+            slots = np.concatenate([np.arange(begin) - (np.arange(begin) >= sinks) * layer.base, path])
+            parts = [slots[: min(sinks, oldest)], slots[oldest:end]]
         k, v = (xp.concatenate([array[:, :, part] for part in parts], axis=2) for array in (layer.k, layer.v))
         keys = xp.concatenate([xp.arange(min(sinks, oldest)), xp.arange(oldest, end)])[None, :]
         rows = xp.arange(first, end)[:, None]

@@ -6,9 +6,24 @@ together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["GELU", "LANES", "LINEAR", "SWIGLU", "Block", "Geometry", "Linear", "Norm", "padded"]
+import numpy as np
+
+__all__ = [
+    "NO_TREE",
+    "GELU",
+    "LANES",
+    "LINEAR",
+    "SWIGLU",
+    "Block",
+    "Geometry",
+    "Linear",
+    "Norm",
+    "branches",
+    "padded",
+]
 
 Array = Any
 
@@ -22,6 +37,32 @@ LINEAR, GELU, SWIGLU = 0, 1, 2
 def padded(size: int) -> int:
     """Return a size rounded up to whole vectors."""
     return -(-size // LANES) * LANES
+
+
+def branches(parents: Sequence[int]) -> Any:
+    """Return which rows of a tree of drafts each row sees.
+
+    Parameters
+    ----------
+    parents : sequence of int
+        Of the N nodes, which are the rows 1, 2, …: the node that each follows, -1 for the row 0.
+
+    Returns
+    -------
+    ndarray of int64, shape (N + 1, 1 + deepest)
+        Per row how many rows its branch has, itself included, and which, from the row 0 on.
+    """
+    paths = [[0]]
+    for node, parent in enumerate(parents):
+        paths.append([*paths[parent + 1], node + 1])
+    table = np.zeros((len(paths), 1 + max(map(len, paths))), np.int64)
+    for row, path in enumerate(paths):
+        table[row, : 1 + len(path)] = [len(path), *path]
+    return table
+
+
+#: Every row follows the one before it.
+NO_TREE: Any = np.empty((0, 0), np.int64)
 
 
 class Norm(NamedTuple):

@@ -260,26 +260,47 @@ def _attend(
     window: Any,
     sinks: Any,
     scale: Any,
+    tree: Any,
     out: Any,
 ) -> None:
-    """One head of one row: sinks first, then the window, each in the order of their positions."""
+    """One head of one row: sinks, then the window, then its branch, each in the order of their positions."""
     r, h = task // heads, task % heads
-    b, kv, position = r // steps, h // (heads // k.shape[1]), length + r % steps
+    b, kv, t = r // steps, h // (heads // k.shape[1]), r % steps
+    own = tree[t, 0] if tree.size else 0  # rows of its branch; without a tree all rows before it are
+    position = length + (own - 1 if own else t)
     width = k.shape[3]
     low = max(0, position - window + 1)
-    kept = min(sinks, low)
-    recent = position - low + 1
-    scores = np.empty(kept + recent, np.float32)
+    kept = min(min(sinks, low), length if own else low)
+    recent = max(0, (length if own else position + 1) - low)
+    scores = np.empty(kept + recent + own, np.float32)
     start = (b * k.shape[1] + kv) * k.shape[2] * width
-    later = start + (low - base) * width
-    _scores(qkv, r * qkv.shape[1] + h * width, k, start, kept, scores, 0)
-    _scores(qkv, r * qkv.shape[1] + h * width, k, later, recent, scores, kept)
-    _softmax(scores, scale)
+    total = 0
+    # One call in a loop: each call is compiled in place.
+    for part in range(2 + own):
+        at, count = _part(part, kept, low, recent, length, base, sinks, tree, t)
+        _scores(qkv, r * qkv.shape[1] + h * width, k, start + at * width, count, scores, total)
+        total += count
+    _softmax(scores[:total], scale)
     for i in range(width):
         out[r, h * width + i] = _F(0.0)
-    at = r * out.shape[1] + h * width
-    _mix(scores, 0, kept, v, start, out, at)
-    _mix(scores, kept, recent, v, later, out, at)
+    total = 0
+    for part in range(2 + own):
+        at, count = _part(part, kept, low, recent, length, base, sinks, tree, t)
+        _mix(scores, total, count, v, start + at * width, out, r * out.shape[1] + h * width)
+        total += count
+
+
+@jit(inline="always")
+def _part(
+    part: Any, kept: Any, low: Any, recent: Any, length: Any, base: Any, sinks: Any, tree: Any, t: Any
+) -> Any:
+    """Return the first slot and the number of keys of sinks, window, or one row of a branch."""
+    if part == 0:
+        return 0, kept
+    if part == 1:
+        return low - base, recent
+    there = length + part - 2
+    return length - base + tree[t, part - 1], 1 if there >= low or there < sinks else 0
 
 
 @jit()
@@ -296,6 +317,7 @@ def _attention(
     sinks: Any,
     heads: Any,
     scale: Any,
+    tree: Any,
     out: Any,
 ) -> Any:
     """Claim heads of rows; whether the last of them was finished here."""
@@ -307,7 +329,7 @@ def _attention(
     block = claim(job, phase, blocks)
     while block >= 0:
         for task in range(block * step, min(tasks, block * step + step)):
-            _attend(qkv, task, heads, steps, length, k, v, base, window, sinks, scale, out)
+            _attend(qkv, task, heads, steps, length, k, v, base, window, sinks, scale, tree, out)
         last = finish(job, phase, blocks)
         block = claim(job, phase, blocks)
     return last
@@ -343,6 +365,7 @@ def layers(
     scale: Any,
     eps: Any,
     gated: Any,
+    tree: Any,
 ) -> None:
     """Run rows x (R, D) through layers, in place; any number of threads may make the same call.
 
@@ -367,6 +390,8 @@ def layers(
         Of attention scores, and of norms.
     gated : bool
         Whether the inner layer is SwiGLU; otherwise it is GELU.
+    tree : ndarray of int64, shape (steps, 1 + depth) or (0, 0)
+        See `branches`; empty where every row follows the one before it.
     """
     rows, size = x.shape
     heads = mixed.shape[1] // width
@@ -379,7 +404,9 @@ def layers(
         k = carray(pointer(kv[layer, _K]), (rows // steps, kv_heads, slots, width), np.float32)
         v = carray(pointer(kv[layer, _V]), (rows // steps, kv_heads, slots, width), np.float32)
         if part == _MIX:
-            last = _attention(job, phase, qkv, steps, length, k, v, base, window, sinks, heads, scale, mixed)
+            last = _attention(
+                job, phase, qkv, steps, length, k, v, base, window, sinks, heads, scale, tree, mixed
+            )
         else:
             given, rest, out, follows = h, none, qkv, LINEAR
             if part == _OUT:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dask_sdc.inference.model.kernels.crew import share
-from dask_sdc.inference.model.kernels.layout import SWIGLU, Block, Geometry, Linear, Norm
+from dask_sdc.inference.model.kernels.layout import NO_TREE, SWIGLU, Block, Geometry, Linear, Norm
 from dask_sdc.inference.model.kernels.rows import CACHE_FIELDS, PHASES, WEIGHT_FIELDS, head, layers, normed
 from dask_sdc.inference.model.kernels.work import address, new_job
 
@@ -42,7 +42,16 @@ class RowKernels:
             row[:] = [address(array) for array in arrays]
         self._products = sum(linear.weight.size for block in blocks for linear in _linears(block))
 
-    def run(self, x: Array, steps: int, cos: Array, sin: Array, cached: Sequence[Any], length: int) -> Array:
+    def run(
+        self,
+        x: Array,
+        steps: int,
+        cos: Array,
+        sin: Array,
+        cached: Sequence[Any],
+        length: int,
+        tree: Array = NO_TREE,
+    ) -> Array:
         """Run rows through all layers.
 
         Parameters
@@ -57,6 +66,8 @@ class RowKernels:
             Keys and values of every layer, with room for the chunk.
         length : int
             Positions in the cache.
+        tree : ndarray of int64
+            See `branches`; empty where every row follows the one before it.
 
         Returns
         -------
@@ -90,6 +101,7 @@ class RowKernels:
             np.float32(g.scale),
             g.eps,
             first.up.activation == SWIGLU,
+            tree,
         )
         (share if x.shape[0] * self._products > _SMALL else _alone)(layers, *args)
         return x
