@@ -1,7 +1,7 @@
 """Pipelined speculation over a long ring: chunks in flight side by side against one at a time.
 
 Three stages on processes of their own, on a small random model whose text repeats itself. What the head and
-the middle send arrives 50 ms later each, so a traversal of the ring takes 100 ms and more. The synchronous path
+the middle send arrives 50 ms later each: a traversal of the ring takes 100 ms and more. The synchronous path
 drafts with the same drafter and waits for each answer before it feeds the next chunk; the pipelined one has
 several chunks in flight. Both, and the path without a drafter, have to give the tokens of one process. Texts
 take turns. The link takes messages at once: what it costs a sender to wait for a distant receiver's

@@ -251,7 +251,7 @@ def _striking(host: Any, step: Callable[..., Any], fault: StageFault) -> Callabl
                 raise RuntimeError("injected fault")
             case "activation":
                 compute = host.compute
-                host.compute = lambda *arguments: flip_state_bit(compute(*arguments), fault.bit)
+                host.compute = lambda *given, **named: flip_state_bit(compute(*given, **named), fault.bit)
                 try:
                     return step(chunk)
                 finally:

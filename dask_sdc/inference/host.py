@@ -7,7 +7,7 @@ journal of outputs change together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from dask_sdc.exceptions import CorruptionError, InputError, StageError
 from dask_sdc.inference.journal import ChunkRecord, DigestLog, Journal, boundary_digest, boundary_sketch
 from dask_sdc.inference.model.sampling import sample
+from dask_sdc.inference.speculative import DraftTree
 from dask_sdc.inference.stage import Stage
 
 __all__ = ["Chunk", "Output", "SessionSettings", "StageHost", "joined_chunk"]
@@ -65,6 +66,10 @@ class Chunk:
         Last positions whose output is wanted of the tail; None is all.
     digest : bytes
         `boundary_digest` of the array as its sender computed it; empty if nobody did.
+    drafts, parents : tuple of int
+        Where the positions behind the first are a `DraftTree`: its tokens and their parents.
+    settled : tuple of int
+        Rows that count of the tree that came before this chunk; empty if none did.
     """
 
     session: str
@@ -73,6 +78,13 @@ class Chunk:
     array: Array
     rows: int | None = None
     digest: bytes = b""
+    drafts: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    settled: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("drafts", "parents", "settled"):  # lists, where they came over a network
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def width(self) -> int:
@@ -88,6 +100,17 @@ class Output:
     record: ChunkRecord
     array: Array | None
     rows: int | None
+    #: As they came; see `Chunk`.
+    drafts: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    settled: tuple[int, ...] = ()
+
+    @property
+    def chunk(self) -> Chunk:
+        """What the next stage is sent."""
+        assert self.array is not None
+        record, tree = self.record, (self.drafts, self.parents, self.settled)
+        return Chunk(self.session, record.index, record.position, self.array, self.rows, record.digest, *tree)
 
 
 @dataclass
@@ -100,6 +123,8 @@ class _Held:
     journal: Journal | None
     #: Rows that were wanted of each chunk, as a replay must compute the same.
     rows: dict[int, int | None] = field(default_factory=dict)
+    #: A tree of drafts and what came of it, of which it is not known yet which branch counts.
+    tree: tuple[Chunk, Array] | None = None
 
 
 class StageHost:
@@ -195,11 +220,44 @@ class StageHost:
             If the chunk does not follow.
         """
         held = self._find(chunk.session)
-        if chunk.position < held.log.position:
-            self.truncate(chunk.session, chunk.position)
+        if held.tree is not None or chunk.position < held.log.position:
+            self.truncate(chunk.session, chunk.position, chunk.settled)
         self._log_input(held, chunk)
+        if chunk.parents:
+            return self._grown(held, chunk)
         output = self.compute(held, chunk.array, chunk.rows)
-        return self._recorded(held, chunk, output)
+        return replace(self._recorded(held, chunk, output), settled=chunk.settled)
+
+    def _grown(self, held: _Held, chunk: Chunk) -> Output:
+        """Take a tree of drafts. It is not on record before one branch of it is, as if no other had been."""
+        output = self.compute(held, chunk.array, None, parents=chunk.parents)
+        held.log.truncate(chunk.position)
+        held.tree = (chunk, output)
+        if self.tail:
+            return self._settle(held, self._walked(held, chunk, output[0]))
+        record = ChunkRecord(chunk.index, chunk.position, chunk.width, chunk.width, boundary_digest(output))
+        tree = (chunk.drafts, chunk.parents, chunk.settled)
+        return Output(chunk.session, record, output, None, *tree)
+
+    def _walked(self, held: _Held, chunk: Chunk, logits: Array) -> list[int]:
+        """Return the rows that plain decoding would have fed: each is what was sampled before it."""
+        tree, rows = DraftTree(chunk.drafts, chunk.parents), [0]
+        while True:
+            token = self._sample(held.settings, logits[rows[-1]], chunk.position + len(rows))
+            node = tree.children.get((rows[-1] - 1, token), -1)
+            if node < 0:
+                return rows
+            rows.append(node + 1)
+
+    def _settle(self, held: _Held, rows: Sequence[int]) -> Output:
+        """Keep one branch of the tree, and record it as a chunk that held nothing else."""
+        assert held.tree is not None
+        (tree, output), held.tree = held.tree, None
+        self.stage.keep(held.state, tree.position, rows)
+        array = np.ascontiguousarray(tree.array[:, list(rows)])
+        branch = replace(tree, array=array, rows=len(rows), digest=b"", drafts=(), parents=(), settled=())
+        self._log_input(held, branch)
+        return self._recorded(held, branch, np.ascontiguousarray(output[:, list(rows)]))
 
     def _log_input(self, held: _Held, chunk: Chunk) -> None:
         width, digest = chunk.width, self._proved(chunk)
@@ -209,8 +267,17 @@ class StageHost:
         held.log.append(record)
         held.rows[chunk.index] = chunk.rows
 
-    def compute(self, held: _Held, array: Array, rows: int | None, rounded: bool = False) -> Array:
+    def compute(
+        self,
+        held: _Held,
+        array: Array,
+        rows: int | None,
+        rounded: bool = False,
+        parents: Sequence[int] = (),
+    ) -> Array:
         """Run the stage over an array; the step that faults are injected into."""
+        if parents:
+            return self.stage.forward_tree(array, held.state, parents)
         forward = self.stage.forward_rounded if rounded else self.stage.forward
         return forward(array, held.state, rows=rows if self.tail else None)
 
@@ -267,7 +334,7 @@ class StageHost:
         """Take a chunk that `joined` made and return the record of the output, whose bits are rounded."""
         held = self._find(chunk.session)
         self._log_input(held, chunk)
-        output = self.compute(held, chunk.array, chunk.rows, True)
+        output = self.compute(held, chunk.array, chunk.rows, rounded=True)
         return self._recorded(held, chunk, output).record
 
     def _proved(self, chunk: Chunk) -> bytes:
@@ -294,16 +361,25 @@ class StageHost:
     def _sampled(self, held: _Held, chunk: Chunk, logits: Array) -> tuple[int, ...]:
         if logits.shape[0] != 1:
             raise InputError(f"expected one sequence to sample from, got {logits.shape[0]}")
-        settings, first = held.settings, chunk.position + chunk.width - logits.shape[1]
-        return tuple(
-            sample(row, first + k + 1, settings.seed, settings.temperature, settings.top_p)
-            for k, row in enumerate(logits[0])
-        )
+        first = chunk.position + chunk.width - logits.shape[1] + 1
+        return tuple(self._sample(held.settings, row, first + k) for k, row in enumerate(logits[0]))
+
+    def _sample(self, settings: SessionSettings, row: Array, position: int) -> int:
+        return sample(row, position, settings.seed, settings.temperature, settings.top_p)
 
     # -- what healing needs ----------------------------------------------------------------------
 
-    def truncate(self, session: str, position: int) -> None:
+    def truncate(self, session: str, position: int, settled: Sequence[int] = ()) -> None:
         """Forget everything of a session from a position on.
+
+        Parameters
+        ----------
+        session : str
+            Name of the session.
+        position : int
+            The first position that is forgotten.
+        settled : sequence of int, optional
+            If a tree of drafts ended there: its rows that count, for a stage that was not told yet.
 
         Raises
         ------
@@ -314,6 +390,10 @@ class StageHost:
         if held is None and position == 0:
             return
         held = self._find(session)
+        if held.tree is not None:
+            if settled and held.tree[0].position == position - len(settled):
+                self._settle(held, settled)
+            held.tree = None
         for record in held.log.truncate(position):
             held.rows.pop(record.index, None)
         if held.journal is not None:

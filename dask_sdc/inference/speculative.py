@@ -8,8 +8,10 @@ tokens, for sampled decoding too, because sampling is keyed by seed and position
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -17,12 +19,15 @@ import numpy as np
 from dask_sdc.exceptions import InputError
 from dask_sdc.inference.checkpoint import token_ids
 
+#: Places that are looked at per draft.
+_LOOKS = 8
+
 
 class Drafter(Protocol):
     """Guesses how a text goes on."""
 
-    def draft(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return guesses for the tokens after ``ids``, perhaps none."""
+    def draft(self, ids: Sequence[int]) -> tuple[int, ...] | DraftTree:
+        """Return guesses for the tokens after ``ids``, perhaps none; a tree of them is verified at once."""
 
 
 def _check_at_least(name: str, value: Any, least: int) -> int:
@@ -43,42 +48,60 @@ class NGramDrafter:
         Tokens per draft, at most.
     draft_ctx : int, optional
         Tokens at the end of the text that are looked at; all without it.
+    branches : int
+        Drafts at most. With more than one, what followed earlier times is drafted as well, as a tree.
     """
 
     n: int = 3
     width: int = 8
     draft_ctx: int | None = None
+    branches: int = 1
 
     def __post_init__(self) -> None:
         _check_at_least("n", self.n, 1)
         _check_at_least("width", self.width, 1)
+        _check_at_least("branches", self.branches, 1)
         if self.draft_ctx is not None:
             _check_at_least("draft_ctx", self.draft_ctx, 2)
 
-    def draft(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return at most `width` tokens, none if the ending is new.
+    def draft(self, ids: Sequence[int]) -> tuple[int, ...] | DraftTree:
+        """Return at most `width` tokens, or a tree of such drafts; none if the ending is new.
 
         A match that lies near the end goes on into its own draft, so a text that repeats itself with a
         short period is drafted to the full width.
         """
-        window = list(ids[-self.draft_ctx :] if self.draft_ctx is not None else ids)
-        raw = np.asarray(window, np.int64).tobytes()
-        for n in range(min(self.n, len(window) - 1), 0, -1):
-            start = _last_match(raw, n)
-            if start >= 0:
-                drafted = window[:]
-                for k in range(start + n, start + n + self.width):
-                    drafted.append(drafted[k])
-                return tuple(int(token) for token in drafted[len(window) :])
-        return ()
+        window = [int(token) for token in (ids[-self.draft_ctx :] if self.draft_ctx is not None else ids)]
+        drafts: list[tuple[int, ...]] = []
+        # A text of one token has a match everywhere, and one draft.
+        for start in islice(_matches(window, self.n), _LOOKS * self.branches):
+            draft = self._following(window, start)
+            if draft not in drafts:
+                drafts.append(draft)
+            if len(drafts) == self.branches:
+                break
+        if self.branches > 1:
+            return DraftTree.from_drafts(drafts)
+        return drafts[0] if drafts else ()
+
+    def _following(self, window: list[int], start: int) -> tuple[int, ...]:
+        drafted: list[int] = []
+        for k in range(start, start + self.width):
+            drafted.append(window[k] if k < len(window) else drafted[k - len(window)])
+        return tuple(drafted)
 
 
-def _last_match(raw: bytes, n: int) -> int:
-    """Return where the last n tokens stand before the end, the last place; -1 for nowhere."""
-    ending, end = raw[-8 * n :], len(raw) - 8
-    while (at := raw.rfind(ending, 0, end)) % 8 and at >= 0:
-        end = at + 8 * n - 1  # bytes that match across the border of two tokens
-    return at // 8 if at >= 0 else -1
+def _matches(window: list[int], n: int) -> Iterator[int]:
+    """Yield what comes after each place where the text ended as it does now, the longest endings first.
+
+    Of places with the same ending the last one comes first.
+    """
+    raw = np.asarray(window, np.int64).tobytes()
+    for size in range(min(n, len(window) - 1), 0, -1):
+        ending, end = raw[-8 * size :], len(raw) - 8
+        while (at := raw.rfind(ending, 0, end)) >= 0:
+            end = at + 8 * size - 1
+            if at % 8 == 0:  # else bytes that match across the border of two tokens
+                yield at // 8 + size
 
 
 @dataclass(frozen=True)
@@ -196,6 +219,34 @@ class DraftTree:
         return cls(tuple(tokens), tuple(parents))
 
     @property
+    def first(self) -> tuple[int, ...]:
+        """Tokens of the first branch: from node 0 on, every time to the first child."""
+        tokens: list[int] = []
+        node = -1
+        while node in self.parents[node + 1 :]:
+            node = self.parents.index(node, node + 1)
+            tokens.append(self.tokens[node])
+        return tuple(tokens)
+
+    @cached_property
+    def children(self) -> dict[tuple[int, int], int]:
+        """The node that follows a node, or -1, with a token; the first one if there are several."""
+        found: dict[tuple[int, int], int] = {}
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            found.setdefault((parent, token), node)
+        return found
+
+    def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return the nodes along some tokens, as far as the tree has them."""
+        path: list[int] = []
+        for token in tokens:
+            following = self.children.get((path[-1] if path else -1, int(token)))
+            if following is None:
+                break
+            path.append(following)
+        return tuple(path)
+
+    @property
     def depths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Positions behind the driver token, (N,): 1 for its children."""
         depths = np.zeros(len(self), np.int64)
@@ -250,12 +301,9 @@ def accept_tree(tree: DraftTree, sampled: Sequence[int]) -> TreeAcceptance:
     """
     if len(sampled) != len(tree) + 1:
         raise InputError(f"expected {len(tree) + 1} sampled tokens, got {len(sampled)}")
-    children: dict[tuple[int, int], int] = {}
-    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-        children.setdefault((parent, token), node)
     path: list[int] = []
     node = -1
-    while (following := children.get((node, int(sampled[node + 1])))) is not None:
+    while (following := tree.children.get((node, int(sampled[node + 1])))) is not None:
         path.append(following)
         node = following
     return TreeAcceptance(tuple(path), int(sampled[node + 1]))
@@ -311,11 +359,14 @@ class Verify:
         first forgets everything from there on.
     tokens : tuple of int
         What is fed.
+    tree : DraftTree or None
+        What the tokens behind the first are, if they are no line.
     """
 
     index: int
     position: int
     tokens: tuple[int, ...]
+    tree: DraftTree | None = None
 
 
 @dataclass
@@ -331,7 +382,8 @@ class SpeculationWindow:
     prompt, committed : sequence of int
         Ids so far; at least one is committed (the prefill gave it).
     drafter : Drafter or None
-        Guesses; None is plain decoding.
+        Guesses; None is plain decoding. Of a tree the first branch is fed only, where more than one chunk may
+        be in flight: a later one could not follow all of them.
     depth : int, optional
         Chunks in flight at most.
     next_index : int, optional
@@ -374,7 +426,10 @@ class SpeculationWindow:
             return None
         ahead = [token for chunk in self._flight.values() for token in chunk.tokens][1:]
         text = [*self.prompt, *self.committed, *ahead]
-        drafted = list(self.drafter.draft(text)) if self.drafter is not None else []
+        drafts = self.drafter.draft(text) if self.drafter is not None else ()
+        if isinstance(drafts, DraftTree) and self.depth == 1 and drafts.first != drafts.tokens:
+            return self._grow(drafts, room)
+        drafted = list(drafts.first if isinstance(drafts, DraftTree) else drafts)
         # Behind a chunk in flight the first drafted token takes the place of the one it will sample.
         tokens = drafted if self._flight else [self.committed[-1], *drafted]
         position = self.position + sum(len(chunk.tokens) for chunk in self._flight.values())
@@ -382,7 +437,18 @@ class SpeculationWindow:
             tokens = tokens[: max(0, self.position + room - position)]
         if not tokens:
             return None
-        chunk = Verify(self.next_index, position, tuple(tokens))
+        return self._sent(Verify(self.next_index, position, tuple(tokens)))
+
+    def _grow(self, tree: DraftTree, room: int | None) -> Verify | None:
+        """Feed a tree, as much of it as there is room for: each node takes a position in the caches."""
+        if room is not None and room < 1:
+            return None
+        if room is not None:
+            tree = DraftTree(tree.tokens[: room - 1], tree.parents[: room - 1])
+        tokens = (self.committed[-1], *tree.tokens)
+        return self._sent(Verify(self.next_index, self.position, tokens, tree if len(tree) else None))
+
+    def _sent(self, chunk: Verify) -> Verify:
         self.next_index += 1
         self._flight[chunk.index] = chunk
         return chunk
@@ -395,7 +461,7 @@ class SpeculationWindow:
         index : int
             Number of the chunk.
         sampled : sequence of int
-            The token sampled after each fed one.
+            The token sampled after each fed one; of a tree after each one of the branch that was right.
 
         Returns
         -------
@@ -414,8 +480,9 @@ class SpeculationWindow:
         if index != next(iter(self._flight)):
             raise InputError(f"expected the answer to chunk {next(iter(self._flight))}, got that to {index}")
         chunk = self._flight.pop(index)
-        n, token = accept(chunk.tokens[1:], sampled)
-        fresh = (*chunk.tokens[1 : n + 1], token)
+        drafted = sampled[:-1] if chunk.tree is not None else chunk.tokens[1:]
+        n, token = accept(drafted, sampled)
+        fresh = (*drafted[:n], token)
         self.committed.extend(fresh)
         self.statistics.record(len(chunk.tokens) - 1, n, len(fresh))
         following = next(iter(self._flight.values()), None)

@@ -99,6 +99,33 @@ def test_ngrams_are_those_of_a_plain_search(ids: list[int], n: int, width: int, 
     assert drafted == ()
 
 
+@given(IDS, st.integers(1, 3), st.integers(1, 4), st.integers(2, 4))
+def test_several_drafts_are_the_latest_different_ones(ids: list[int], n: int, width: int, most: int) -> None:
+    found = NGramDrafter(n, width, branches=most).draft(ids)
+    drafts, looks = [], 0
+    for size in range(min(n, len(ids) - 1), 0, -1):
+        for start in range(len(ids) - size - 1, -1, -1):
+            if ids[start : start + size] == ids[-size:] and looks < 8 * most and len(drafts) < most:
+                looks += 1
+                tail, period = ids[start + size :], len(ids) - size - start
+                draft = tuple(tail[k % period] for k in range(width))
+                drafts += [draft] if draft not in drafts else []
+    assert found == DraftTree.from_drafts(drafts)
+    if drafts:
+        assert found.first == drafts[0] == NGramDrafter(n, width).draft(ids)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=5), st.lists(st.integers(0, 2), max_size=5))
+def test_following_tokens_down_a_tree(drafts: list[list[int]], tokens: list[int]) -> None:
+    tree = DraftTree.from_drafts(drafts)
+    path = tree.follow(tokens)
+    assert [tree.tokens[node] for node in path] == tokens[: len(path)]
+    known = {tuple(draft[:k]) for draft in drafts for k in range(len(draft) + 1)} | {()}
+    assert len(path) == max(k for k in range(len(tokens) + 1) if tuple(tokens[:k]) in known)
+    if path:
+        assert branch(tree, path[-1]) == tokens[: len(path)]
+
+
 def test_ngrams_see_numpy_ids_and_big_ids() -> None:
     ids = np.array([70000, 256, 1, 9, 70000, 256])
     assert NGramDrafter(2, 3).draft(ids) == (1, 9, 70000)
@@ -200,6 +227,53 @@ def test_a_deep_window_on_a_text_that_repeats_itself() -> None:
     assert window.in_flight == ()
     assert window.returned(2, (1, 2, 3, 1)) is None
     assert window.statistics == DraftStatistics(3, 7, 5, 7)
+
+
+class Trees:
+    """Drafts trees, some of whose branches are right for a while."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def draft(self, ids: Sequence[int]) -> DraftTree:
+        drafts = []
+        for _ in range(self.random.randrange(4)):
+            right = plain(ids, self.random.randrange(4))
+            drafts.append([*right, *(self.random.randrange(5) for _ in range(self.random.randrange(3)))])
+        return DraftTree.from_drafts(drafts)
+
+
+@given(
+    prompt=st.lists(st.integers(0, 4), min_size=1, max_size=8),
+    depth=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_trees_give_the_plain_tokens(prompt: list[int], depth: int, seed: int) -> None:
+    n, accepted = 25, 0
+    window = SpeculationWindow(tuple(prompt), [next_token(prompt)], Trees(seed), depth)
+    while len(window.committed) < n:
+        room = n - len(window.committed)
+        chunk = window.feed(room)
+        if chunk is None:
+            chunk = window._flight[window.in_flight[0]]
+        elif depth > 1:
+            assert chunk.tree is None
+            continue
+        text = [*prompt, *window.committed[:-1]]
+        assert (chunk.position, len(chunk.tokens) <= room) == (len(text), True)
+        if (tree := chunk.tree) is not None:
+            assert tree.tokens == chunk.tokens[1:]
+            rows = [
+                next_token([*text, chunk.tokens[0], *branch(tree, node)]) for node in range(-1, len(tree))
+            ]
+            path, token = accept_tree(tree, rows)
+            sampled = [*(tree.tokens[node] for node in path), token]
+            accepted += len(path)
+        else:
+            sampled = [next_token([*text, *chunk.tokens[: k + 1]]) for k in range(len(chunk.tokens))]
+        window.returned(chunk.index, sampled)
+    assert window.committed == plain(prompt, len(window.committed))
+    assert window.statistics.accepted >= accepted
 
 
 def test_room_ends_what_is_fed() -> None:

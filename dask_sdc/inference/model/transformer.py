@@ -304,20 +304,27 @@ class Transformer:
         if parents and len(tree) != steps:
             raise InputError(f"chunk: expected {len(tree)} rows of a tree, got {steps}")
         depths = tree[:, 0] - 1 if parents else slice(0, steps)
-        kernels = self._wide if rounded else self._rows if steps <= ROWS else self._bulk
+        kernels = self._kernels(steps, rounded, bool(parents))
         cache.reserve(steps)
         h = self._embedded(x, cache.length, depths) if self.first else self._given(x)  # (R, D)
         cos, sin = self._rotation(cache.length, steps, depths)  # (T, head_dim / 2)
         h = kernels.run(h, steps, cos, sin, cache.cached, cache.length, tree)  # (R, D)
         cache.length += steps
         h = h.reshape(-1, steps, size)  # (B, T, D)
-        return self._logits(h, steps if rows is None else rows, rounded) if self.last else h
+        if not self.last:
+            return h
+        rows = steps if rows is None else rows
+        return self._logits(h, rows, self._kernels(rows, rounded, bool(parents)))
 
-    def _logits(self, h: Array, rows: int, rounded: bool) -> Array:
+    def _kernels(self, rows: int, rounded: bool, tree: bool) -> RowKernels | ArrayKernels:
+        if rounded:
+            return self._wide
+        return self._rows if tree or rows <= ROWS else self._bulk
+
+    def _logits(self, h: Array, rows: int, kernels: RowKernels | ArrayKernels) -> Array:
         """Return the logits of the last ``rows`` positions: (B, rows, V)."""
         if not 0 <= rows <= h.shape[1]:
             raise InputError(f"rows: expected 0..{h.shape[1]} of the chunk, got {rows}")
-        kernels = self._wide if rounded else self._rows if rows <= ROWS else self._bulk
         flat = self._xp.ascontiguousarray(h[:, h.shape[1] - rows :]).reshape(-1, h.shape[2])  # (B·rows, D)
         logits = kernels.logits(flat, self._norm, self._head)
         return logits.reshape(h.shape[0], rows, self.config.vocab_size)

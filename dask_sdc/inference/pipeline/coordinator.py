@@ -391,6 +391,7 @@ class Coordinator:
                 self.ring,
                 self._settings.__getitem__,
                 lambda name, indices: self._sessions[name].fed(indices),
+                lambda name: self._sessions[name].branch,
                 self._crew.spare,
                 self._crew.gone,
                 lambda: self._fed,

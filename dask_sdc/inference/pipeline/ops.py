@@ -101,6 +101,8 @@ class ClusterOps(RecoveryOps):
         Returns the settings of a session.
     fed : callable
         ``fed(session, indices)`` returns chunks that were fed to the head.
+    branch : callable
+        ``branch(session)`` returns the rows that count of the last chunk, if that was a tree of drafts.
     spare : callable
         ``spare(stage, refused)`` returns the address of a worker that can take a stage, or None.
     gone : callable
@@ -116,12 +118,13 @@ class ClusterOps(RecoveryOps):
         ring: Ring,
         settings: Callable[[str], SessionSettings],
         fed: Callable[[str, Sequence[int]], list[Chunk]],
+        branch: Callable[[str], Sequence[int]],
         spare: Callable[[int, Collection[str]], Awaitable[str | None]],
         gone: Callable[[str], bool],
         settled: Callable[[], int],
         patience: float,
     ) -> None:
-        self._ring, self._settings, self._fed = ring, settings, fed
+        self._ring, self._settings, self._fed, self._branch = ring, settings, fed, branch
         self._spare, self._gone, self._settled, self._patience = spare, gone, settled, patience
         self._epoch = 0
         # Who did not answer when the present epoch began.
@@ -194,7 +197,8 @@ class ClusterOps(RecoveryOps):
 
     async def truncate(self, stage: int, session: str, position: int) -> None:
         """Cut a session on a stage."""
-        await self._ring.call(stage, "truncate", session=session, position=position)
+        settled = self._branch(session)
+        await self._ring.call(stage, "truncate", session=session, position=position, settled=settled)
 
     async def digests(self, stage: int, session: str) -> Sequence[ChunkRecord]:
         """Return what a stage logged of its inputs."""

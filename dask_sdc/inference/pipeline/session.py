@@ -15,7 +15,7 @@ from dask_sdc.inference.host import Chunk, SessionSettings
 from dask_sdc.inference.journal import ChunkRecord, boundary_digest, cut_records
 from dask_sdc.inference.model.transformer import ROWS
 from dask_sdc.inference.session import SessionState
-from dask_sdc.inference.speculative import Drafter, DraftStatistics, SpeculationWindow
+from dask_sdc.inference.speculative import Drafter, DraftStatistics, DraftTree, SpeculationWindow
 
 __all__ = ["Request", "TokenSession"]
 
@@ -67,6 +67,7 @@ class Feed:
     array: Array
     rows: int
     draft: int = -1
+    tree: DraftTree | None = None
 
     @property
     def width(self) -> int:
@@ -111,6 +112,8 @@ class TokenSession:
         self.chains: tuple[str, ...] = ()
         #: See `SessionState`.
         self.exact = True
+        #: Rows that count of the last chunk, if that was a tree of drafts.
+        self.branch: tuple[int, ...] = ()
         self._chunk, self._drafter, self._depth, self._facts = chunk, drafter, depth, facts
         # The prefill feeds the prompt and what was committed before, but for the driver token.
         self._given = [*request.prompt, *request.committed[:-1]]
@@ -237,12 +240,23 @@ class TokenSession:
         if drafted is None:
             return None
         ids = np.asarray([drafted.tokens], np.int64)
-        return Feed(drafted.position, ids, len(drafted.tokens), drafted.index)
+        return Feed(drafted.position, ids, len(drafted.tokens), drafted.index, drafted.tree)
 
     def sent(self, index: int, feed: Feed) -> Chunk:
         """Note that a chunk is on its way under a number, and return it."""
         digest = boundary_digest(feed.array)
-        chunk = Chunk(self.name, index, feed.position, feed.array, feed.rows, digest)
+        tree = feed.tree or DraftTree((), ())
+        chunk = Chunk(
+            self.name,
+            index,
+            feed.position,
+            feed.array,
+            feed.rows,
+            digest,
+            tree.tokens,
+            tree.parents,
+            self.branch,
+        )
         self._fed[index] = chunk
         self._flight.append((index, feed))
         return chunk
@@ -266,8 +280,21 @@ class TokenSession:
         if tokens is None:
             del self._fed[index]
             return
+        if feed.tree is not None:
+            chunk = self._pruned(chunk, feed.tree, answer.tokens)
+        else:
+            self.branch = ()
         self._settle(chunk, answer, len(tokens))
         self.committed += self._until_stop(tokens)
+
+    def _pruned(self, chunk: Chunk, tree: DraftTree, tokens: Sequence[int]) -> Chunk:
+        """Return the branch of a tree that the tail followed, which is all that is on record of it."""
+        self.branch = (0, *(node + 1 for node in tree.follow(tokens[:-1])))
+        array = np.ascontiguousarray(chunk.array[:, list(self.branch)])
+        rows, digest = len(self.branch), boundary_digest(array)
+        pruned = Chunk(self.name, chunk.index, chunk.position, array, rows, digest)
+        self._fed[chunk.index] = pruned
+        return pruned
 
     def _prefilled(self, answer: ChunkRecord) -> None:
         """Compare what was sampled with what was committed before; the first token may be new."""

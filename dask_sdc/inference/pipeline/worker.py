@@ -177,11 +177,9 @@ class Seat:
             return False
 
     async def _sent(self, epoch: int, output: Output) -> bool:
-        record, array = output.record, output.array
-        assert array is not None and self._next is not None
-        chunk = Chunk(output.session, record.index, record.position, array, output.rows, record.digest)
+        assert self._next is not None
         try:
-            return await self.send(self._next, epoch, chunk)
+            return await self.send(self._next, epoch, output.chunk)
         except (OSError, StageError) as error:
             self.detail = f"cannot reach the next stage: {type(error).__name__}: {error}"
             self._tell(self.detail)
@@ -411,10 +409,10 @@ class StageWorkerPlugin(WorkerPlugin):
         """Work on (RPC handler)."""
         self._seat(pipeline).resume(epoch, chunk)
 
-    async def truncate(self, pipeline: str, session: str, position: int) -> None:
+    async def truncate(self, pipeline: str, session: str, position: int, settled: Sequence[int]) -> None:
         """Forget a session from a position on (RPC handler)."""
         seat = self._seat(pipeline)
-        await seat.run(seat.host.truncate, session, position)
+        await seat.run(seat.host.truncate, session, position, settled)
 
     async def digests(self, pipeline: str, session: str, after: int = -1) -> list[list[Any]]:
         """Return the records of a session's inputs behind a chunk (RPC handler)."""

@@ -1,4 +1,4 @@
-"""Trees of drafts: a row has the bits that it has at the end of its branch alone, and keeps its key and value."""
+"""Trees of drafts: a row has the bits that it has at the end of its branch alone, and so has what is kept."""
 
 from __future__ import annotations
 

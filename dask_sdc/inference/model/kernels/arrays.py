@@ -154,12 +154,12 @@ class ArrayKernels:
         return self._xp.concatenate(parts, axis=3)
 
     def _piece(self, q: Array, layer: Any, first: int, sinks: int, path: Array | None = None) -> Array:
-        """Attend rows at positions ``first``, …: q (B, KV, G, t, W); one row that ends a ``path`` of slots."""
+        """Attend rows at positions ``first``, …, or one that ends a ``path`` of slots: q (B, KV, G, t, W)."""
         xp = self._xp
         batch, kv_heads, group, steps, width = q.shape
         end = first + steps
         oldest = 0 if layer.window is None else max(0, first - layer.window + 1)
-        parts = [slice(0, min(sinks, oldest)), slice(oldest - layer.base, end - layer.base)]
+        parts: list[Any] = [slice(0, min(sinks, oldest)), slice(oldest - layer.base, end - layer.base)]
         if path is not None:
             # Keys of its own chunk lie where its branch does, the others at their positions.
             begin = end - len(path)

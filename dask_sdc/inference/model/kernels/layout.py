@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 __all__ = [
-    "NO_TREE",
     "GELU",
     "LANES",
     "LINEAR",
+    "NO_TREE",
     "SWIGLU",
     "Block",
     "Geometry",
