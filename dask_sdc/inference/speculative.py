@@ -111,7 +111,8 @@ class ModelDrafter:
     Parameters
     ----------
     guess : callable
-        Takes a tuple of ids and a number of tokens; returns the ids that it guesses.
+        Takes a tuple of ids and a number of tokens; returns the ids that it guesses. A pipeline calls it in a
+        thread, one call at a time. See `GreedyGuess` for one.
     width : int
         Tokens per draft, at most.
     draft_ctx : int, optional

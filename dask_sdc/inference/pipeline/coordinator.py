@@ -83,6 +83,7 @@ class Coordinator:
         self._settings: dict[str, SessionSettings] = {}
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._order = asyncio.Lock()
+        self._drafting = asyncio.Lock()
         self._free = asyncio.Condition()
         self._taken = 0
         self._alarm: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -193,7 +194,7 @@ class Coordinator:
         if session.epoch != self._epoch:
             session.restart(self._epoch)
         try:
-            while (feed := session.next_feed()) is not None:
+            while (feed := await self._next_feed(session)) is not None:
                 await self._feed(session, feed)
             awaited = session.awaited
             assert awaited is not None
@@ -213,6 +214,12 @@ class Coordinator:
         session.returned(unpack_record(answer["record"]))
         if self._audits is not None and session.records(awaited - 1, awaited):
             self._audits.returned(session.name, awaited)
+
+    async def _next_feed(self, session: TokenSession) -> Feed | None:
+        if not session.drafts_slowly:
+            return session.next_feed()
+        async with self._drafting:
+            return await asyncio.to_thread(session.next_feed)
 
     async def _feed(self, session: TokenSession, feed: Feed) -> None:
         async with self._order:

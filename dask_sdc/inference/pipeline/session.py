@@ -15,7 +15,13 @@ from dask_sdc.inference.host import Chunk, SessionSettings
 from dask_sdc.inference.journal import ChunkRecord, boundary_digest, cut_records
 from dask_sdc.inference.model.transformer import ROWS
 from dask_sdc.inference.session import SessionState
-from dask_sdc.inference.speculative import Drafter, DraftStatistics, DraftTree, SpeculationWindow
+from dask_sdc.inference.speculative import (
+    Drafter,
+    DraftStatistics,
+    DraftTree,
+    ModelDrafter,
+    SpeculationWindow,
+)
 
 __all__ = ["Request", "TokenSession"]
 
@@ -206,6 +212,11 @@ class TokenSession:
         return [self._fed[index] for index in indices]
 
     # -- what is next ----------------------------------------------------------------------------
+
+    @property
+    def drafts_slowly(self) -> bool:
+        """Whether `next_feed` may take long: a model is asked."""
+        return isinstance(self._drafter, ModelDrafter)
 
     def next_feed(self) -> Feed | None:
         """Return what can be fed now, None if nothing."""
