@@ -105,7 +105,7 @@ class Pipeline:
     drafter : Drafter, optional
         Guesses tokens that the stages then verify; no token changes.
     depth : int
-        Chunks of one session in flight at most, where there is a drafter.
+        Chunks of one session in flight at most, where there is a drafter; 1 for one that drafts trees.
     prefill_chunk : int
         Positions of a prefill chunk.
     timeout : float

@@ -17,6 +17,9 @@ Array = Any
 #: Bytes of attention scores, or of widened weights, that exist at a time.
 _PIECE = 32 << 20
 
+#: Products that BLAS sums at a time.
+_RUN = 128
+
 
 def widen(weights: Array, xp: Any = np) -> Array:
     """Return stored weights as float32: bfloat16 comes as uint16, float16 as such or as int16."""
@@ -102,10 +105,21 @@ class ArrayKernels:
         """x (R, D) times w (O, K), whose columns from D on are zero."""
         weight = weight[:, : x.shape[1]]
         if weight.dtype == self._xp.float32:
-            return x @ weight.T
+            return self._product(x, weight)
         step = max(1, _PIECE // (4 * weight.shape[1]))
-        parts = [x @ widen(weight[o : o + step], self._xp).T for o in range(0, weight.shape[0], step)]
+        parts = [
+            self._product(x, widen(weight[o : o + step], self._xp)) for o in range(0, weight.shape[0], step)
+        ]
         return self._xp.concatenate(parts, axis=1)
+
+    def _product(self, x: Array, weight: Array) -> Array:
+        """Return x · wᵀ, on the host summed in runs: the longer a sum in float32, the more it rounds."""
+        size = x.shape[1]
+        run = _RUN if self._xp is np else size
+        y = x[:, :run] @ weight[:, :run].T
+        for begin in range(run, size, run):
+            y += x[:, begin : begin + run] @ weight[:, begin : begin + run].T
+        return y
 
     def _attend(
         self, qkv: Array, steps: int, cos: Array, sin: Array, layer: Any, length: int, tree: Array
