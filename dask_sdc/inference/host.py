@@ -389,17 +389,21 @@ class StageHost:
         held = self._held.get(session)
         if held is None and position == 0:
             return
+        self.settle(session, position, settled)
         held = self._find(session)
-        if held.tree is not None:
-            if settled and held.tree[0].position == position - len(settled):
-                self._settle(held, settled)
-            held.tree = None
+        held.tree = None
         for record in held.log.truncate(position):
             held.rows.pop(record.index, None)
         if held.journal is not None:
             held.journal.truncate(position)
         if self.stage.position(held.state) > position:
             self.stage.truncate(held.state, position)
+
+    def settle(self, session: str, position: int, rows: Sequence[int]) -> None:
+        """Keep the rows that count of a tree of drafts that ended at a position, if that is not done yet."""
+        held = self._find(session)
+        if rows and held.tree is not None and held.tree[0].position == position - len(rows):
+            self._settle(held, rows)
 
     def digests(self, session: str) -> tuple[ChunkRecord, ...]:
         """Return the records of the inputs of a session."""

@@ -389,6 +389,8 @@ class SpeculationWindow:
         Chunks in flight at most.
     next_index : int, optional
         Number of the next chunk.
+    trees : bool, optional
+        Whether trees are fed at all.
     """
 
     prompt: tuple[int, ...]
@@ -397,6 +399,7 @@ class SpeculationWindow:
     depth: int = 1
     next_index: int = 0
     statistics: DraftStatistics = field(default_factory=DraftStatistics)
+    trees: bool = True
     _flight: dict[int, Verify] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -428,7 +431,7 @@ class SpeculationWindow:
         ahead = [token for chunk in self._flight.values() for token in chunk.tokens][1:]
         text = [*self.prompt, *self.committed, *ahead]
         drafts = self.drafter.draft(text) if self.drafter is not None else ()
-        if isinstance(drafts, DraftTree) and self.depth == 1 and drafts.first != drafts.tokens:
+        if isinstance(drafts, DraftTree) and drafts.first != drafts.tokens and self.trees and self.depth == 1:
             return self._grow(drafts, room)
         drafted = list(drafts.first if isinstance(drafts, DraftTree) else drafts)
         # Behind a chunk in flight the first drafted token takes the place of the one it will sample.

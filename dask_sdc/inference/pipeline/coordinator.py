@@ -150,7 +150,7 @@ class Coordinator:
             self._handed_out(session)
             stages = range(len(self.ring))
             session.audited = tuple(self._audits.clean.get((session.name, stage), 0) for stage in stages)
-        if session.done:
+        if session.done and session.exact:
             session.chains = await self._chains(session)
 
     async def _chains(self, session: TokenSession) -> tuple[str, ...]:
@@ -160,7 +160,14 @@ class Coordinator:
         """
         calls = [
             asyncio.wait_for(
-                self.ring.call(stage, "chain", session=session.name, position=session.position), self.timeout
+                self.ring.call(
+                    stage,
+                    "chain",
+                    session=session.name,
+                    position=session.position,
+                    settled=session.branch,
+                ),
+                self.timeout,
             )
             for stage in range(1, len(self.ring))
         ]

@@ -185,6 +185,8 @@ class Pipeline:
         if kv_bytes is not None:
             _check_int("kv_bytes", kv_bytes, 1)
         self._audit = ShadowAudit(audit_rate) if _check_number("audit_rate", audit_rate) > 0 else None
+        if self._audit is not None and replay == "fast":
+            raise InputError("expected replay='exact' with audits, which compare bits, got 'fast'")
         self.store = weights if isinstance(weights, WeightStore) else WeightStore.open(weights)
         self.config = self.store.config
         self.boundaries: tuple[int, ...] = ()
@@ -475,7 +477,9 @@ class Pipeline:
             "stage_boundaries": self.boundaries,
         }
         depth = self._depth if self._drafter is not None else 1
-        return TokenSession(session_name(), request, self._chunk, self._drafter, depth, facts)
+        # Nobody but the tail knows which branch of a tree counts before the next chunk: too late for audits.
+        trees = self._audit is None
+        return TokenSession(session_name(), request, self._chunk, self._drafter, depth, facts, trees)
 
     def _capacity(self, request: Request) -> int:
         """Return the positions that a session may take, drafted ones included."""

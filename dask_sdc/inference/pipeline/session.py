@@ -98,6 +98,8 @@ class TokenSession:
         Chunks in flight at most.
     facts : mapping
         ``model_digest``, ``tokenizer_digest`` and ``stage_boundaries`` for checkpoints.
+    trees : bool
+        Whether trees of drafts are fed; if not, their first branches.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class TokenSession:
         drafter: Drafter | None,
         depth: int,
         facts: Mapping[str, Any],
+        trees: bool = True,
     ) -> None:
         self.name, self.request = name, request
         self.committed: list[int] = list(request.committed)
@@ -121,6 +124,7 @@ class TokenSession:
         #: Rows that count of the last chunk, if that was a tree of drafts.
         self.branch: tuple[int, ...] = ()
         self._chunk, self._drafter, self._depth, self._facts = chunk, drafter, depth, facts
+        self._trees = trees
         # The prefill feeds the prompt and what was committed before, but for the driver token.
         self._given = [*request.prompt, *request.committed[:-1]]
         self._old = len(request.committed)
@@ -244,7 +248,12 @@ class TokenSession:
     def _decode(self) -> Feed | None:
         if self._window is None:
             self._window = SpeculationWindow(
-                self.request.prompt, self.committed, self._drafter, self._depth, statistics=self.statistics
+                self.request.prompt,
+                self.committed,
+                self._drafter,
+                self._depth,
+                statistics=self.statistics,
+                trees=self._trees,
             )
         left = self.request.max_new_tokens - len(self.fresh)
         drafted = self._window.feed(left)
@@ -348,6 +357,7 @@ class TokenSession:
         self._fed = {index: chunk for index, chunk in self._fed.items() if index in counted}
         self.committed = self.committed[: max(self._old, position - len(self.request.prompt) + 1, 0)]
         self._window = None
+        self.branch = ()
 
     def restart(self, epoch: int) -> None:
         """Enter an epoch: what is in flight never comes back."""

@@ -419,9 +419,11 @@ class StageWorkerPlugin(WorkerPlugin):
         records = self._seat(pipeline).host.digests(session)
         return [pack_record(record) for record in records if record.index > after]
 
-    async def chain(self, pipeline: str, session: str, position: int) -> str:
+    async def chain(self, pipeline: str, session: str, position: int, settled: Sequence[int]) -> str:
         """Return the hash chain over a session's inputs up to a position (RPC handler)."""
-        return boundary_chain(cut_records(self._seat(pipeline).host.digests(session), position))
+        seat = self._seat(pipeline)
+        await seat.run(seat.host.settle, session, position, settled)
+        return boundary_chain(cut_records(seat.host.digests(session), position))
 
     async def refeed(
         self,

@@ -94,6 +94,8 @@ def test_what_cannot_be_armed_is_refused(store: WeightStore, plain: tuple[int, .
     async def body(c: Client) -> None:
         with pytest.raises(InputError, match="replay: expected 'exact' or 'fast', got 'slow'"):
             Pipeline(c, store, replay="slow")
+        with pytest.raises(InputError, match="expected replay='exact' with audits"):
+            Pipeline(c, store, replay="fast", audit_rate=0.1)
         async with Pipeline(c, store, stages=2, spares=0) as pipeline:
             with pytest.raises(InputError, match="expected one of the spares"):
                 arm_spare_fault(pipeline, pipeline.workers[0], 0)

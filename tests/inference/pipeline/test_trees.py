@@ -78,6 +78,16 @@ def test_several_ngrams_change_no_token(store: WeightStore, depth: int) -> None:
     in_cluster(2, body)
 
 
+def test_audited_trees_are_fed_as_their_first_branch(store: WeightStore, plain: tuple[int, ...]) -> None:
+    async def body(c: Client) -> None:
+        drafter = SecondBranch(plain)
+        async with Pipeline(c, store, stages=2, spares=1, drafter=drafter, audit_rate=1.0) as pipeline:
+            done = await pipeline.generate(PROMPT, TOKENS)
+            assert (done.ids, done.statistics.accepted) == (plain, 0)
+
+    in_cluster(3, body)
+
+
 @pytest.mark.parametrize("replay", ["exact", "fast"])
 @pytest.mark.parametrize("stage", range(3))
 def test_a_stage_is_lost_while_a_tree_is_under_way(
