@@ -35,9 +35,11 @@ SIGNALS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
 def ready(pipeline: Pipeline) -> None:
     """Wait until a spare holds every stage."""
     deadline = time.monotonic() + 120
-    while not any(len(pipeline._prepared[address]) == STAGES for address in pipeline.spares):
+    while not any(len(pipeline._crew._prepared[address]) == STAGES for address in pipeline.spares):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"expected a spare with every stage within 120 s, got {pipeline._prepared}")
+            raise TimeoutError(
+                f"expected a spare with every stage within 120 s, got {pipeline._crew._prepared}"
+            )
         time.sleep(0.05)
 
 

@@ -164,7 +164,7 @@ def account(pipeline: Pipeline, kind: str, stage: int, healed: int, tally: Tally
 async def ready(pipeline: Pipeline) -> None:
     """Wait until a spare holds every stage."""
     await eventually(
-        lambda: any(len(pipeline._prepared[address]) == STAGES for address in pipeline.spares),
+        lambda: any(len(pipeline._crew._prepared[address]) == STAGES for address in pipeline.spares),
         "a spare with every stage",
     )
 

@@ -34,6 +34,7 @@ class Routes:
     def __init__(self, rpc: Callable[[str], Any], patience: float = DIAL) -> None:
         self._rpc, self._patience = rpc, patience
         self._relays: dict[str, str] = {}
+        self._sought: set[str] = set()
 
     async def find(self, address: str, relays: Iterable[str] = ()) -> bool:
         """Look for a way to a worker: the direct one, or else the first relay that can dial it.
@@ -50,6 +51,7 @@ class Routes:
         bool
             Whether there is one. If not, it is dialled directly from now on: perhaps it was only slow.
         """
+        self._sought.add(address)
         if await self._true(self._rpc(address).sdc_stage_hello(), self._patience):
             self._relays.pop(address, None)
             return True
@@ -61,6 +63,11 @@ class Routes:
                 return True
         self._relays.pop(address, None)
         return False
+
+    async def find_once(self, address: str, relays: Iterable[str] = ()) -> None:
+        """Look for a way to a worker that nobody looked for yet."""
+        if address not in self._sought:
+            await self.find(address, relays)
 
     async def alive(self, address: str, patience: float) -> bool:
         """Say whether a worker answers within some seconds, over the way on which it was last found."""

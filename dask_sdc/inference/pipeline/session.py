@@ -249,6 +249,11 @@ class TokenSession:
         """Number of the chunk whose answer is next, None if none is in flight."""
         return self._flight[0][0] if self._flight else None
 
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Numbers of the chunks in flight, the oldest first."""
+        return tuple(index for index, _ in self._flight)
+
     def returned(self, answer: ChunkRecord) -> None:
         """Take the answer to the oldest chunk in flight and commit the tokens that it gives."""
         index, feed = self._flight.popleft()
