@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dask_sdc.inference.model import ModelConfig
-from dask_sdc.inference.weights import open_gguf
+from dask_sdc.inference.weights import WeightStore, convert, open_gguf
 
 PROMPTS = [
     "The capital of France is",
@@ -55,6 +55,11 @@ def load() -> tuple[ModelConfig, dict[str, np.ndarray[Any, Any]], bytes | None]:
         {name: source.read(name).astype(np.float32) for name in source.names},
         source.tokenizer(),
     )
+
+
+def write_store(path: Path) -> WeightStore:
+    """Write the model in float32 and open it."""
+    return convert(open_gguf(gguf_path()), path, dtype="float32")
 
 
 def peer(config: ModelConfig, tensors: dict[str, np.ndarray[Any, Any]]) -> Any:

@@ -149,9 +149,9 @@ class StageAudits:
         names = list(self._around.sessions())
         for name in names:
             session = self._around.session(name)
-            if session is not None and session.flying:
+            if session is not None and session.in_flight:
                 for before in range(stage):
-                    self._due.setdefault((name, before), deque()).append(session.flying[0])
+                    self._due.setdefault((name, before), deque()).append(session.in_flight[0])
                     self._news[before].set()
         for name in names:
             await self.settled(name)

@@ -128,8 +128,11 @@ class Coordinator:
                     over = session.done  # an audit may have taken some of it back
                 yield self._handed_out(session)
             finally:
-                del self._sessions[name], self._settings[name]
-                await self._close(name)
+                try:
+                    await self._drained(session)
+                finally:
+                    del self._sessions[name], self._settings[name]
+                    await self._close(name)
 
     def _handed_out(self, session: TokenSession) -> int:
         """Return how many fresh tokens no audit can take back that was drawn."""
@@ -213,11 +216,7 @@ class Coordinator:
             return
         if session.epoch != self._epoch or self._recovery is not None:
             return
-        self._waiting.pop(awaited)
-        self._returned.add(awaited)
-        while self._settled + 1 in self._returned:
-            self._settled += 1
-            self._returned.remove(self._settled)
+        self._settle(awaited)
         session.returned(unpack_record(answer["record"]))
         if self._audits is not None and session.records(awaited - 1, awaited):
             self._audits.returned(session.name, awaited)
@@ -227,6 +226,30 @@ class Coordinator:
             return session.next_feed()
         async with self._drafting:
             return await asyncio.to_thread(session.next_feed)
+
+    def _settle(self, index: int) -> None:
+        """Note that the answer to a chunk is here."""
+        self._waiting.pop(index)
+        self._returned.add(index)
+        while self._settled + 1 in self._returned:
+            self._settled += 1
+            self._returned.remove(self._settled)
+
+    async def _drained(self, session: TokenSession) -> None:
+        """Let what a session has in flight come back, so that no chunk of it arrives after its end."""
+        if self._closed or session.epoch != self._epoch:
+            return
+        waiting = {index: self._waiting[index] for index in session.in_flight if index in self._waiting}
+        back: asyncio.Future[Any] = asyncio.gather(*waiting.values(), return_exceptions=True)
+        either: list[asyncio.Future[Any]] = [back, self._alarm]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        for index, answer in waiting.items():
+            if not answer.done() or answer.cancelled() or self._waiting.get(index) is not answer:
+                continue  # a recovery has seen to it, or will
+            if (trouble := answer.exception()) is None:
+                self._settle(index)
+            else:
+                self.alarm(str(trouble))
 
     async def _feed(self, session: TokenSession, feed: Feed) -> None:
         async with self._order:
@@ -277,18 +300,17 @@ class Coordinator:
             raise _Broken(f"no session could be opened: {type(error).__name__}: {error}") from error
 
     async def _close(self, name: str) -> None:
-        if self._audits is not None and not self._closed:
+        if self._closed:
+            return
+        if self._audits is not None:
             await self._audits.forget(name)
-        calls = [
-            asyncio.wait_for(self.ring.call(stage, "close", session=name), self.timeout)
-            for stage in range(len(self.ring))
-        ]
-        if not self._closed:
+        async with self._order:  # not in the middle of a recovery, which would miss it
+            calls = [
+                asyncio.wait_for(self.ring.call(stage, "close", session=name), self.timeout)
+                for stage in range(len(self.ring))
+            ]
             # A stage that is lost has lost the session as well.
             await asyncio.gather(*calls, return_exceptions=True)
-        else:
-            for call in calls:
-                call.close()
 
     # -- trouble ---------------------------------------------------------------------------------
 
@@ -318,6 +340,7 @@ class Coordinator:
 
     async def _or_alarm(self, work: asyncio.Future[T]) -> T:
         """Wait for something, but no longer than until an alarm."""
+        work.add_done_callback(_noticed)
         either: list[asyncio.Future[Any]] = [work, self._alarm]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -401,11 +424,13 @@ class Coordinator:
             self._waiting.clear()
             self._roll_back()
             evicted = dict(self._evicted)
+            # Sessions may be given up meanwhile.
+            sessions, settings = dict(self._sessions), dict(self._settings)
             ops = ClusterOps(
                 self.ring,
-                self._settings.__getitem__,
-                lambda name, indices: self._sessions[name].fed(indices),
-                lambda name: self._sessions[name].branch,
+                settings.__getitem__,
+                lambda name, indices: sessions[name].fed(indices),
+                lambda name: sessions[name].branch,
                 self._crew.spare,
                 self._crew.gone,
                 lambda: self._fed,
@@ -414,7 +439,7 @@ class Coordinator:
             try:
                 report = await run_recovery(
                     ops,
-                    [one.state() for one in self._sessions.values()],
+                    [one.state() for one in sessions.values()],
                     blocks=self.blocks,
                     epoch=self._epoch,
                     fed=self._fed if stuck else self._settled,
@@ -474,6 +499,12 @@ class Coordinator:
         for waiting in self._waiting.values():
             waiting.cancel()
         await asyncio.gather(*self._waiting.values(), return_exceptions=True)
+
+
+def _noticed(work: asyncio.Future[Any]) -> None:
+    """Look at the exception of what perhaps nobody waits for any more, so that it is not logged."""
+    if not work.cancelled():
+        work.exception()
 
 
 async def _all(calls: Sequence[Awaitable[Any]]) -> None:

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from distributed import Client
-
 from dask_sdc.cluster.session import Session
 from dask_sdc.inference.ops import RecoveryReport
 from dask_sdc.inference.pipeline.audits import Located
+from dask_sdc.inference.pipeline.candidates import Candidates
 from dask_sdc.inference.pipeline.ops import Ring
 from dask_sdc.inference.pipeline.placement import Candidate, choose_workers
+from dask_sdc.inference.pipeline.routes import Routes
 
 __all__ = ["Crew"]
 
@@ -25,44 +25,43 @@ _PING = 1.0
 #: Seconds in which a spare has to load a stage.
 _LOAD = 300.0
 
+#: Seconds after which spares are looked for again where there were too few.
+_REST = 3.0
+
 
 class Crew:
     """The workers of one pipeline.
 
     Parameters
     ----------
-    client : Client
-        The cluster.
     session : Session
-        Knows its members.
+        Knows the members of the cluster.
+    routes : Routes
+        The ways to them.
     spares : int
         Workers to keep ready.
     watch : callable
         ``watch(coroutine)`` runs it in the background until the pipeline is closed.
     """
 
-    def __init__(self, client: Client, session: Session, spares: int, watch: Callable[[Any], None]) -> None:
-        self._client, self._session, self._wanted, self._watch = client, session, spares, watch
+    def __init__(self, session: Session, routes: Routes, spares: int, watch: Callable[[Any], None]) -> None:
+        self._session, self._routes, self._wanted, self._watch = session, routes, spares, watch
+        self._there = Candidates(session, routes)
         self._prepared: dict[str, set[int]] = {}
+        self._tending = False
         self.ring: Ring | None = None
 
     async def candidates(self) -> list[Candidate]:
         """Return the workers that may take a stage."""
-        await self._session.refresh_members()
-        scheduler: Any = self._client.scheduler
-        info = (await scheduler.identity())["workers"]
-        shunned = self.ring.shunned if self.ring is not None else set()
-        found = []
-        for address in self._session.addresses():
-            domain = self._session.locate(address)
-            if (
-                domain is not None
-                and domain not in self._session.quarantined
-                and address in info
-                and address not in shunned
-            ):
-                found.append(Candidate(address, domain, int(info[address]["memory_limit"] or 0)))
-        return found
+        return await self._there.found(self._shunned)
+
+    async def measured(self) -> list[Candidate]:
+        """Return those that answer, after a measurement of newcomers."""
+        return await self._there.measured(self._shunned)
+
+    @property
+    def _shunned(self) -> Collection[str]:
+        return self.ring.shunned if self.ring is not None else ()
 
     # -- where -----------------------------------------------------------------------------------
 
@@ -127,27 +126,54 @@ class Crew:
 
     async def _answers(self, address: str) -> bool:
         """Say whether a worker is not frozen."""
-        worker: Any = self._client.rpc(address)
-        try:
-            await asyncio.wait_for(worker.identity(), _PING)
-        except OSError:  # a TimeoutError is one
+        answers = await self._routes.alive(address, _PING)
+        if not answers:
             assert self.ring is not None
             self.ring.shunned.add(address)
-            return False
-        return True
+        return answers
 
     async def keep_spares(self) -> None:
         """Have as many workers as wanted ready with the weights of every stage."""
         ring = self.ring
         assert ring is not None
-        for one in choose_workers(await self.candidates(), self._wanted, self._taken()):
-            ready = self._prepared.setdefault(one.address, set())
-            for stage, blob in enumerate(ring.blobs):
-                if stage not in ready:
-                    await asyncio.wait_for(
-                        ring.call_at(one.address, "prepare", number=stage, stage=blob), _LOAD
-                    )
-                    ready.add(stage)
+        candidates, taken = await self.measured(), self._taken()
+        ring.relays = tuple(self._session.addresses())
+        ready = {one.address: one.domain for one in candidates if one.address in self._whole(taken)}
+        missing = self._wanted - len(ready)
+        for one in choose_workers(candidates, missing, taken | ready):
+            await self._prepare(one.address)
+
+    async def _prepare(self, address: str) -> None:
+        ring = self.ring
+        assert ring is not None
+        ready = self._prepared.setdefault(address, set())
+        for stage, blob in enumerate(ring.blobs):
+            if stage not in ready:
+                loaded = ring.call_at(address, "prepare", number=stage, stage=blob)
+                await asyncio.wait_for(loaded, _LOAD)
+                ready.add(stage)
+
+    def _whole(self, taken: Collection[str]) -> list[str]:
+        """Return the spares that hold every stage."""
+        assert self.ring is not None
+        return [
+            address
+            for address, stages in self._prepared.items()
+            if len(stages) == len(self.ring) and address not in taken and not self.gone(address)
+        ]
+
+    def tend(self) -> None:
+        """Restore the number of spares in the background, if it is too low and there are workers."""
+        if not self._tending and self._short():
+            self._tending = True
+            self._watch(self._restore_spares())
+
+    def _short(self) -> bool:
+        assert self.ring is not None
+        taken = self._taken()
+        whole = self._whole(taken)
+        used = {*taken, *whole, *self.ring.shunned}
+        return len(whole) < self._wanted and any(one not in used for one in self._session.addresses())
 
     async def healed(self, report: RecoveryReport) -> None:
         """Note who was placed and refused, and restore the number of spares in the background."""
@@ -155,14 +181,21 @@ class Crew:
         self.ring.shunned.update(report.refused)
         for stage, address in report.placed.items():
             self._prepared.get(address, set()).discard(stage)
+        for address in [address for address in self._prepared if self.gone(address)]:
+            del self._prepared[address]
         logger.warning(
             "Pipeline %s healed: %s", self.ring.name, "; ".join(map(str, report.losses)) or "nothing lost"
         )
-        self._watch(self._restore_spares())
+        self.tend()
 
     async def _restore_spares(self) -> None:
         try:
             await self.keep_spares()
-        except OSError as error:
+        except Exception as error:
             assert self.ring is not None
             logger.warning("Pipeline %s has fewer spares than wanted: %s", self.ring.name, error)
+        try:
+            if self._short():  # perhaps a worker that has only come is not ready yet
+                await asyncio.sleep(_REST)
+        finally:
+            self._tending = False

@@ -12,6 +12,7 @@ from dask_sdc.exceptions import StageError
 from dask_sdc.inference.host import Chunk, SessionSettings, joined_chunk
 from dask_sdc.inference.journal import ChunkRecord, join_chunks
 from dask_sdc.inference.ops import RecoveryOps
+from dask_sdc.inference.pipeline.routes import RELAYS, Routes
 from dask_sdc.inference.pipeline.worker import Place, pack_chunk, unpack_record
 from dask_sdc.inference.session import SessionState, StageReport
 
@@ -32,8 +33,8 @@ class Ring:
     ----------
     name : str
         Name of the pipeline.
-    rpc : callable
-        Returns the RPC to a worker's address.
+    routes : Routes
+        The ways to workers.
     blobs : sequence of bytes
         Per stage what a worker loads it from.
     places : sequence of Place
@@ -45,17 +46,19 @@ class Ring:
     def __init__(
         self,
         name: str,
-        rpc: Callable[[str], Any],
+        routes: Routes,
         blobs: Sequence[bytes],
         places: Sequence[Place],
         topic: str,
     ) -> None:
         self.name, self.topic = name, topic
         self.blobs, self.places = tuple(blobs), tuple(places)
+        #: Who, beside the stages, may pass messages on between two that cannot reach each other.
+        self.relays: tuple[str, ...] = ()
         self.addresses: list[str] = [""] * len(self.blobs)
         #: Workers that lost a stage or were refused; not used again, as they may be frozen or worse.
         self.shunned: set[str] = set()
-        self._rpc = rpc
+        self.routes = routes
 
     def __len__(self) -> int:
         return len(self.blobs)
@@ -66,10 +69,7 @@ class Ring:
 
     def call_at(self, address: str, method: str, **arguments: Any) -> Awaitable[Any]:
         """Call a method of the plugin on a worker."""
-        call: Awaitable[Any] = getattr(self._rpc(address), f"sdc_stage_{method}")(
-            pipeline=self.name, **arguments
-        )
-        return call
+        return self.routes.call(address, method, pipeline=self.name, **arguments)
 
     async def seat(self, stage: int, address: str, epoch: int) -> str:
         """Give a stage to a worker, tell its neighbours, and return the digest of its weights."""
@@ -85,9 +85,12 @@ class Ring:
         return digest
 
     async def wire(self, stage: int) -> None:
-        """Tell a stage who comes after it."""
+        """Tell a stage who comes after it, and who may pass messages on should it not reach that one."""
         following = self.addresses[stage + 1] if stage + 1 < len(self) else None
-        await self.call(stage, "wire", following=following)
+        ends = {self.addresses[stage], following, *self.shunned}
+        others = dict.fromkeys((*self.addresses, *self.relays))
+        relays = [address for address in others if address and address not in ends][:RELAYS]
+        await self.call(stage, "wire", following=following, relays=relays)
 
 
 class ClusterOps(RecoveryOps):
@@ -171,13 +174,18 @@ class ClusterOps(RecoveryOps):
         if former != spare:
             self._ring.shunned.add(former)
         digest = await self._ring.seat(stage, spare, self._epoch)
-        await self._ring.wire(stage)
+        await self._wire(stage)
         if stage > 0:
-            # A neighbour that is lost as well is wired when it is replaced.
-            await asyncio.gather(self._patiently(self._ring.wire(stage - 1)), return_exceptions=True)
+            await asyncio.gather(self._wire(stage - 1), return_exceptions=True)
         if former != spare and not self._gone(former):
             self._dismiss(former)
         return digest
+
+    async def _wire(self, stage: int) -> None:
+        """Wire a stage, unless it or the next one is lost as well: then it is wired when that is replaced."""
+        pair = self._ring.addresses[stage : stage + 2]
+        if not any(address in self._silent or self._gone(address) for address in pair):
+            await self._ring.wire(stage)
 
     def _dismiss(self, address: str) -> None:
         """Tell a worker to leave its seat, without waiting for one that may be frozen."""

@@ -37,8 +37,9 @@ from dask_sdc.inference.pipeline.placement import (
     boundaries_of,
     choose_workers,
     expect_workers,
-    split_evenly,
+    place,
 )
+from dask_sdc.inference.pipeline.routes import Routes
 from dask_sdc.inference.pipeline.session import Request, TokenSession
 from dask_sdc.inference.pipeline.worker import Place, StageWorkerPlugin, describe
 from dask_sdc.inference.receipts import RunReceipt, ids_digest
@@ -98,8 +99,10 @@ class Pipeline:
         The model; see ``dask sdc weights convert``. Every worker must be able to read it.
     stages : int or "auto"
         How many stages; "auto" makes as many as the memory needs, two at least where there are workers.
+        They go to the fastest workers, in failure domains of their own as far as there are enough; only to
+        workers with the resource ``SDC-STAGE``, if any worker declares it.
     boundaries : sequence of int, optional
-        First layer of every stage but the head, instead of an even split.
+        First layer of every stage but the head, instead of a split by the measured speed of the workers.
     spares : int
         Workers that are kept ready to take the place of a stage.
     drafter : Drafter, optional
@@ -209,7 +212,8 @@ class Pipeline:
         self.receipts: list[SDCAuditReceipt] = []
         self.quarantined: dict[str, str] = {}
         self._background: set[asyncio.Task[Any]] = set()
-        self._crew = Crew(client, self._session, spares, self._watch)
+        self._routes = Routes(client.rpc, self._timeout)
+        self._crew = Crew(self._session, self._routes, spares, self._watch)
         self._closed = False
         if not client.asynchronous:
             client.sync(self._start)
@@ -219,22 +223,15 @@ class Pipeline:
     async def _start(self) -> None:
         await self._session.attach()
         await self.client.register_plugin(StageWorkerPlugin())
-        candidates = await self._crew.candidates()
-        if self._stages == "auto" and not self.boundaries:
-            self._stages = min(
-                self.config.n_layers, max(1, min(2, len(candidates)), len(candidates) - self._spares)
-            )
-        chosen = choose_workers(candidates, int(self._stages))
-        expect_workers(chosen, int(self._stages))
-        if not self.boundaries:
-            self.boundaries = self._split(chosen)
+        chosen = await self._placed()
         cuts = (0, *self.boundaries, self.config.n_layers)
         self._parts = [TransformerStage(self.store, range(a, b)) for a, b in pairwise(cuts)]
         places = [
             Place(number, len(self._parts), self._journal_bytes, self._spill)
             for number in range(len(self._parts))
         ]
-        ring = Ring(self.name, self.client.rpc, [describe(part) for part in self._parts], places, self.name)
+        ring = Ring(self.name, self._routes, [describe(part) for part in self._parts], places, self.name)
+        ring.relays = tuple(self._session.addresses())
         self._crew.ring = ring
         self.client.subscribe_topic(self.name, self._hear)
         digests = await asyncio.gather(*(ring.seat(k, one.address, 0) for k, one in enumerate(chosen)))
@@ -252,13 +249,23 @@ class Pipeline:
             self._audit,
             self._differs,
         )
-        self._watch(self._hear_of_workers())
         await self._crew.keep_spares()
+        self._watch(self._hear_of_workers())
 
-    def _split(self, chosen: Sequence[Candidate]) -> tuple[int, ...]:
-        whole = [TransformerStage(self.store, range(i, i + 1)) for i in range(self.config.n_layers)]
-        sizes = [part.nbytes for part in whole]
-        return split_evenly(sizes, [one.speed for one in chosen], sizes, [one.memory for one in chosen])
+    async def _placed(self) -> list[Candidate]:
+        """Choose who takes the stages, and where the layers are cut unless that was given."""
+        candidates = await self._crew.measured()
+        if self.boundaries:
+            chosen = choose_workers(candidates, len(self.boundaries) + 1)
+            expect_workers(chosen, len(self.boundaries) + 1)
+            return chosen
+        layers = [range(i, i + 1) for i in range(self.config.n_layers)]
+        # A lookup of embeddings costs nothing but memory.
+        costs = [TransformerStage(self.store, layer, first=False).nbytes for layer in layers]
+        sizes = [TransformerStage(self.store, layer).nbytes for layer in layers]
+        stages = None if self._stages == "auto" else int(self._stages)
+        chosen, self.boundaries = place(candidates, stages, self._spares, costs, sizes)
+        return chosen
 
     def _budget(self, chosen: Sequence[Candidate]) -> int:
         """Return the positions that the fullest stage has memory for; an auditor may follow all of them."""
@@ -282,12 +289,13 @@ class Pipeline:
             self._coordinator.stage_failed(news["stage"], news["why"])
 
     async def _hear_of_workers(self) -> None:
-        """Sound the alarm as soon as a worker that holds a stage is gone."""
+        """Sound the alarm as soon as a worker that holds a stage is gone; make spares of those that come."""
         while True:
             await self._session.next_events(1.0)
             lost = [address for address in self._ring.addresses if self._crew.gone(address)]
             if lost and self._coordinator is not None:
                 self._coordinator.alarm(f"workers left: {lost}")
+            self._crew.tend()
 
     # -- evidence --------------------------------------------------------------------------------
 

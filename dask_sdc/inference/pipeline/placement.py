@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from dask_sdc.exceptions import InputError, NoDomainError
 
-__all__ = ["Candidate", "boundaries_of", "choose_workers", "split_evenly"]
+__all__ = ["LABEL", "Candidate", "boundaries_of", "choose_workers", "permitted", "place", "split_evenly"]
+
+#: Dask resource by which users say which workers may hold stages, as in ``--resources "SDC-STAGE=1"``.
+LABEL = "SDC-STAGE"
+
+#: Share of a worker's memory for weights; a quarter more is for KV caches.
+_FOR_WEIGHTS = 0.5
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,19 @@ class Candidate:
     domain: str
     memory: int = 0
     speed: float = 1.0
+
+
+def permitted(resources: Mapping[str, Mapping[str, float]]) -> set[str]:
+    """Return the workers that may hold stages: those with some of `LABEL`, or all if nobody declares it.
+
+    Parameters
+    ----------
+    resources : mapping of str to mapping of str to float
+        Per address the resources that a worker declares.
+    """
+    if not any(LABEL in held for held in resources.values()):
+        return set(resources)
+    return {address for address, held in resources.items() if held.get(LABEL, 0) > 0}
 
 
 def boundaries_of(given: Sequence[int], n_layers: int) -> tuple[int, ...]:
@@ -103,6 +123,57 @@ def split_evenly(
             f"got {[memory or 'unlimited' for memory in memories]}"
         )
     return found[1][1:]
+
+
+def place(
+    candidates: Sequence[Candidate],
+    stages: int | None,
+    spares: int,
+    costs: Sequence[float],
+    sizes: Sequence[int],
+) -> tuple[list[Candidate], tuple[int, ...]]:
+    """Choose workers for stages and cut the layers by their speed and memory.
+
+    Parameters
+    ----------
+    candidates : sequence of Candidate
+        All that are there.
+    stages : int or None
+        How many stages; None makes as few as there is memory for, two at least where there are two workers.
+    spares : int
+        Workers that are to be left over, if the number of stages is not given.
+    costs, sizes
+        See `split_evenly`.
+
+    Returns
+    -------
+    chosen : list of Candidate
+        Who takes each stage.
+    boundaries : tuple of int
+        First layer of every stage but the head.
+
+    Raises
+    ------
+    NoDomainError
+        If there are fewer workers than stages.
+    InputError
+        If the layers are too few, or the memory does not suffice.
+    """
+    fewest = stages or max(1, min(2, len(candidates), len(costs)))
+    most = stages or max(fewest, min(len(costs), len(candidates) - spares))
+    for count in range(fewest, most):
+        with contextlib.suppress(InputError):
+            return _placed(candidates, count, costs, sizes)
+    return _placed(candidates, most, costs, sizes)
+
+
+def _placed(
+    candidates: Sequence[Candidate], stages: int, costs: Sequence[float], sizes: Sequence[int]
+) -> tuple[list[Candidate], tuple[int, ...]]:
+    chosen = choose_workers(candidates, stages)
+    expect_workers(chosen, stages)
+    speeds, memories = [one.speed for one in chosen], [int(one.memory * _FOR_WEIGHTS) for one in chosen]
+    return chosen, split_evenly(costs, speeds, sizes, memories)
 
 
 def choose_workers(

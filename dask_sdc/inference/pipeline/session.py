@@ -194,11 +194,6 @@ class TokenSession:
         ahead = [ChunkRecord(c.index, c.position, c.width, c.width, c.digest) for c in flying]
         return self.records(after, last) + tuple(ahead)
 
-    @property
-    def flying(self) -> tuple[int, ...]:
-        """Numbers of the chunks that are on their way."""
-        return tuple(index for index, _ in self._flight)
-
     def answers(self, after: int, last: int) -> tuple[ChunkRecord, ...]:
         """Return what the tail made of it."""
         return _between(self._answers, after, last)
@@ -285,6 +280,11 @@ class TokenSession:
     def awaited(self) -> int | None:
         """Number of the chunk whose answer is next, None if none is in flight."""
         return self._flight[0][0] if self._flight else None
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Numbers of the chunks in flight, the oldest first."""
+        return tuple(index for index, _ in self._flight)
 
     def returned(self, answer: ChunkRecord) -> None:
         """Take the answer to the oldest chunk in flight and commit the tokens that it gives."""

@@ -22,6 +22,9 @@ from distributed.protocol.serialize import to_serialize
 from dask_sdc.exceptions import StageError, StaleEpoch
 from dask_sdc.inference.host import Chunk, Output, SessionSettings, StageHost
 from dask_sdc.inference.journal import ChunkRecord, cut_records
+from dask_sdc.inference.model.kernels import set_threads, threads
+from dask_sdc.inference.pace import decoding_pace
+from dask_sdc.inference.pipeline.routes import Routes, packed
 from dask_sdc.inference.pipeline.shadows import Shadows
 from dask_sdc.inference.receipts import boundary_chain
 from dask_sdc.inference.session import EpochFence, StageReport
@@ -89,8 +92,8 @@ class Seat:
     ----------
     host : StageHost
         The stage and its sessions.
-    rpc : callable
-        Returns the RPC to a worker's address.
+    routes : Routes
+        The ways to other workers.
     tell : callable
         Called with a text when the stage cannot go on: it has failed, or cannot reach the next one.
     epoch : int
@@ -101,15 +104,16 @@ class Seat:
         self,
         pipeline: str,
         host: StageHost,
-        rpc: Callable[[str], Any],
+        routes: Routes,
         tell: Callable[[str], None],
         epoch: int,
     ) -> None:
-        self.pipeline, self.host, self.rpc, self._tell = pipeline, host, rpc, tell
+        self.pipeline, self.host, self.routes, self._tell = pipeline, host, routes, tell
         self.fence = EpochFence(epoch, f"stage {host.number}")
         self.received = self.forwarded = -1
         self.detail = ""
         self._next: str | None = None
+        self.relays: tuple[str, ...] = ()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"sdc-stage-{host.number}")
         self._inbox: asyncio.Queue[tuple[int, Chunk]] = asyncio.Queue(_WAITING)
         self._outbox: asyncio.Queue[tuple[int, Output]] = asyncio.Queue(_WAITING)
@@ -123,8 +127,8 @@ class Seat:
         """Take a chunk; returns when there is room for it, which slows a sender down."""
         self.fence.check(epoch)
         await self._inbox.put((epoch, chunk))
-        if epoch == self.fence.epoch:
-            self.received = max(self.received, chunk.index)
+        if epoch == self.fence.epoch and chunk.index == self.received + 1:
+            self.received += 1  # and stays behind a chunk that never came, whatever comes after it
 
     async def answer(self, epoch: int, index: int) -> Output:
         """Wait for the tail's output of a chunk."""
@@ -162,8 +166,8 @@ class Seat:
                 self._expected(output.record.index).set_result(output)
             elif not await self._sent_in_time(epoch, output):
                 continue
-            if epoch == self.fence.epoch:
-                self.forwarded = max(self.forwarded, output.record.index)
+            if epoch == self.fence.epoch and output.record.index == self.forwarded + 1:
+                self.forwarded += 1
 
     async def _sent_in_time(self, epoch: int, output: Output) -> bool:
         """Send an output, no longer than until the epoch ends: the next stage may be frozen."""
@@ -187,8 +191,8 @@ class Seat:
 
     async def send(self, address: str, epoch: int, chunk: Chunk) -> bool:
         """Send a chunk to a worker and return whether it was taken; where messages are dropped and bent."""
-        taken: bool = await self.rpc(address).sdc_stage_chunk(
-            pipeline=self.pipeline, epoch=epoch, chunk=pack_chunk(chunk)
+        taken: bool = await self.routes.call(
+            address, "chunk", pipeline=self.pipeline, epoch=epoch, chunk=pack_chunk(chunk)
         )
         return taken
 
@@ -226,9 +230,9 @@ class Seat:
             self.host.number, True, self.received, self.forwarded, self.fence.epoch, self.detail
         )
 
-    def wire(self, following: str | None) -> None:
-        """Send outputs to a worker from now on."""
-        self._next = following
+    def wire(self, following: str | None, relays: Sequence[str]) -> None:
+        """Send outputs to a worker from now on; others may pass messages on to whoever is out of reach."""
+        self._next, self.relays = following, tuple(relays)
 
     def resume(self, epoch: int, chunk: int) -> None:
         """Work on after a recovery; chunks up to ``chunk`` are settled."""
@@ -255,12 +259,15 @@ class StageWorkerPlugin(WorkerPlugin):
     async def setup(self, worker: Worker) -> None:
         """Add the RPC handlers."""
         self.worker = worker
+        self.routes = Routes(worker.rpc)
+        self._pace: asyncio.Future[float] | None = None
         self.seats: dict[str, Seat] = {}
         # Stages that are loaded and wait for a seat, by pipeline and number.
         self.spares: dict[str, dict[int, Stage]] = {}
         self.shadows: dict[str, Shadows] = {}
         self._loading: dict[tuple[str, int], asyncio.Future[Stage]] = {}
         worker.handlers.update(self._handlers())
+        _use_threads(worker.state.nthreads)
 
     async def teardown(self, worker: Worker) -> None:
         """Leave nothing behind."""
@@ -268,11 +275,16 @@ class StageWorkerPlugin(WorkerPlugin):
             worker.handlers.pop(name, None)
         for pipeline in {*self.seats, *self.shadows}:
             await self.leave(pipeline, forget=True)
+        set_threads(None)
 
     def _handlers(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         return {
             f"sdc_stage_{method.__name__}": method
             for method in (
+                self.hello,
+                self.dial,
+                self.relay,
+                self.pace,
                 self.prepare,
                 self.load,
                 self.wire,
@@ -303,6 +315,26 @@ class StageWorkerPlugin(WorkerPlugin):
                 f"worker {self.worker.address}: expected a stage of pipeline {pipeline}, got none"
             )
         return seat
+
+    # -- reach and speed -------------------------------------------------------------------------
+
+    async def hello(self) -> bool:
+        """Answer (RPC handler)."""
+        return True
+
+    async def dial(self, to: str) -> bool:
+        """Say whether another worker answers this one (RPC handler)."""
+        return await Routes(self.worker.rpc).find(to)
+
+    async def relay(self, to: str, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Call a method on another worker, dialled directly, for somebody who cannot (RPC handler)."""
+        return packed(await Routes(self.worker.rpc).call(to, method, **packed(arguments)))
+
+    async def pace(self) -> float:
+        """Return `decoding_pace`; whoever asks meanwhile waits for the same measurement (RPC handler)."""
+        if self._pace is None or self._pace.done():
+            self._pace = asyncio.ensure_future(asyncio.to_thread(decoding_pace))
+        return await asyncio.shield(self._pace)
 
     # -- stages ----------------------------------------------------------------------------------
 
@@ -345,12 +377,15 @@ class StageWorkerPlugin(WorkerPlugin):
         def tell(why: str) -> None:
             self.worker.log_event(topic, {"op": "stage", "stage": where.number, "why": why})
 
-        self.seats[pipeline] = Seat(pipeline, host, self.worker.rpc, tell, epoch)
+        self.seats[pipeline] = Seat(pipeline, host, self.routes, tell, epoch)
         return loaded.digest
 
-    async def wire(self, pipeline: str, following: str | None) -> None:
-        """Tell a stage who comes after it (RPC handler)."""
-        self._seat(pipeline).wire(following)
+    async def wire(self, pipeline: str, following: str | None, relays: Sequence[str]) -> None:
+        """Tell a stage who comes after it, and who may pass messages on to there (RPC handler)."""
+        seat = self._seat(pipeline)
+        if following is not None:
+            await self.routes.find(following, relays)
+        seat.wire(following, relays)
 
     async def leave(self, pipeline: str, forget: bool = False) -> None:
         """Give up the seat in a pipeline, if there is one, perhaps its loaded stages too (RPC handler)."""
@@ -437,15 +472,13 @@ class StageWorkerPlugin(WorkerPlugin):
         """Feed recorded outputs to a stage that replays, or to a shadow; return its records (RPC handler)."""
         seat = self._seat(pipeline)
         chunks = await seat.run(seat.host.recorded, session, indices)
-        packed = [pack_chunk(chunk) for chunk in chunks]
-        worker: Any = self.worker.rpc(to)
+        fed = {"pipeline": pipeline, "chunks": [pack_chunk(chunk) for chunk in chunks], "kept": kept}
+        await self.routes.find_once(to, seat.relays)
         records: list[list[Any]]
         if shadow is None:
-            records = await worker.sdc_stage_replay(pipeline=pipeline, chunks=packed, kept=kept)
+            records = await self.routes.call(to, "replay", **fed)
         else:
-            records = await worker.sdc_stage_shadow(
-                pipeline=pipeline, session=session, chunks=packed, kept=kept, **shadow
-            )
+            records = await self.routes.call(to, "shadow", session=session, **fed, **shadow)
         return records
 
     async def replay(
@@ -511,6 +544,12 @@ class StageWorkerPlugin(WorkerPlugin):
         """Take one long chunk again and return the record of the output (RPC handler)."""
         seat = self._seat(pipeline)
         return pack_record(await seat.run(seat.host.replay_joined, Chunk(**chunk)))
+
+
+def _use_threads(count: int) -> None:
+    """Let a forward pass use as many threads as the user gave the worker."""
+    set_threads(None)
+    set_threads(min(count, threads()))
 
 
 def describe(stage: Stage) -> bytes:

@@ -24,6 +24,9 @@ CONFIG = replace(
 )
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
+#: For `gen_cluster`: whoever reads a store first, perhaps a test, starts threads of Zarr that stay.
+THREADS_OF_ZARR = {"threads": False}
+
 
 def write_store(path: Path) -> WeightStore:
     """Write the model and open it."""

@@ -17,11 +17,13 @@ from dask_sdc.exceptions import (
     InputError,
     NoDomainError,
 )
+from dask_sdc.faults.stages import StageFault, arm_stage_fault
 from dask_sdc.inference.checkpoint import Checkpoint
 from dask_sdc.inference.pipeline import Pipeline
+from dask_sdc.inference.session import LossKind
 from dask_sdc.inference.speculative import NGramDrafter
 from dask_sdc.inference.weights.store import WeightStore
-from tests.inference.pipeline.models import PROMPT, generated, write_store
+from tests.inference.pipeline.models import PROMPT, THREADS_OF_ZARR, generated, write_store
 
 FOUR = [("127.0.0.1", 1)] * 4
 
@@ -39,7 +41,7 @@ def plain(store: WeightStore) -> tuple[int, ...]:
 def in_cluster(body: Any) -> None:
     """Run a coroutine function with a client of four workers in this process."""
 
-    @gen_cluster(client=True, nthreads=FOUR, timeout=250)
+    @gen_cluster(client=True, nthreads=FOUR, timeout=250, clean_kwargs=THREADS_OF_ZARR)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         await body(c)
 
@@ -106,7 +108,7 @@ def test_sessions_wait_for_memory_and_too_long_ones_are_refused(
 ) -> None:
     async def body(c: Client) -> None:
         positions = 60
-        part = Pipeline(c, store, stages=3, spares=0, kv_bytes=2 * positions * 2 * 2 * 16 * 4)
+        part = Pipeline(c, store, boundaries=[2, 4], spares=0, kv_bytes=2 * positions * 2 * 2 * 16 * 4)
         async with part as pipeline:
             budget = pipeline._running.budget
             assert 40 <= budget < 256
@@ -183,7 +185,7 @@ def test_bad_input_is_refused_before_anything_is_sent(store: WeightStore) -> Non
 
 
 def test_nothing_is_left_on_the_workers(store: WeightStore) -> None:
-    @gen_cluster(client=True, nthreads=FOUR, timeout=250)
+    @gen_cluster(client=True, nthreads=FOUR, timeout=250, clean_kwargs=THREADS_OF_ZARR)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         async with Pipeline(c, store, stages=3, spares=1) as pipeline:
             await pipeline.generate(PROMPT, 4)
@@ -194,6 +196,52 @@ def test_nothing_is_left_on_the_workers(store: WeightStore) -> None:
         assert [w.plugins["dask_sdc-stages"].spares for w in workers] == [{}] * 4
 
     run()
+
+
+def test_a_generation_that_is_cancelled_disturbs_no_other(store: WeightStore, plain: tuple[int, ...]) -> None:
+    @gen_cluster(client=True, nthreads=FOUR, timeout=100, clean_kwargs=THREADS_OF_ZARR)
+    async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
+        async with Pipeline(c, store, stages=2, spares=0) as pipeline:
+            seats = [seat for w in workers for seat in w.plugins["dask_sdc-stages"].seats.values()]
+            [head] = [seat for seat in seats if seat.host.number == 0]
+            send, reached, go_on = head.send, asyncio.Event(), asyncio.Event()
+
+            async def waiting(*arguments: Any) -> bool:
+                reached.set()
+                await go_on.wait()
+                return await send(*arguments)
+
+            head.send = waiting
+            task = asyncio.ensure_future(pipeline.generate(PROMPT, 16))
+            await reached.wait()
+            task.cancel()
+            other = asyncio.ensure_future(pipeline.generate(PROMPT, 16))
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (await other).ids == plain[:16]
+            running = pipeline._running
+            assert (pipeline.recoveries, running._waiting, running._returned) == ([], {}, set())
+            assert running._settled == running._fed
+            assert [seat.host.sessions for seat in seats] == [()] * 2
+
+    run()
+
+
+def test_a_lost_message_is_a_gap_though_others_came_after_it(
+    store: WeightStore, plain: tuple[int, ...]
+) -> None:
+    async def body(c: Client) -> None:
+        async with Pipeline(c, store, stages=3, spares=1, timeout=1.0) as pipeline:
+            before = pipeline.workers
+            await arm_stage_fault(pipeline, StageFault("drop", 0, 9))
+            done = await asyncio.gather(*(pipeline.generate(PROMPT, 24) for _ in range(3)))
+            assert [one.ids for one in done] == [plain[:24]] * 3
+            [report] = pipeline.recoveries
+            assert [(loss.stage, loss.kind) for loss in report.losses] == [(1, LossKind.GAP)]
+            assert pipeline.workers == before
+
+    in_cluster(body)
 
 
 def test_weights_that_were_damaged_are_refused(store: WeightStore, tmp_path: Path) -> None:

@@ -9,11 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_sdc.exceptions import InputError, NoDomainError
+from dask_sdc.inference.pace import decoding_pace, levelled
 from dask_sdc.inference.pipeline.placement import (
+    LABEL,
     Candidate,
     boundaries_of,
     choose_workers,
     expect_workers,
+    permitted,
+    place,
     split_evenly,
 )
 
@@ -68,3 +72,55 @@ def test_the_fastest_are_taken_first_and_too_few_are_refused() -> None:
     assert [one.address for one in found] == ["b", "a"]
     with pytest.raises(NoDomainError, match="expected 3 workers"):
         expect_workers(found, 3)
+
+
+def test_a_label_that_anybody_declares_decides() -> None:
+    assert permitted({"a": {}, "b": {"GPU": 1}}) == {"a", "b"}
+    assert permitted({"a": {LABEL: 1}, "b": {"GPU": 1}, "c": {LABEL: 0}}) == {"a"}
+    assert permitted({"a": {LABEL: 0}, "b": {}}) == set()
+
+
+def test_as_few_stages_as_there_is_memory_for_but_two() -> None:
+    def stages(memory: int, workers: int = 5, stages: int | None = None, spares: int = 1) -> int:
+        candidates = [Candidate(f"w{k}", f"host{k}", memory) for k in range(workers)]
+        chosen, cuts = place(candidates, stages, spares, [1.0] * 6, [10] * 6)
+        assert len(chosen) == len(cuts) + 1
+        return len(chosen)
+
+    # Half of a worker's memory is for weights.
+    assert [stages(memory) for memory in (0, 1000, 60, 59, 40)] == [2, 2, 2, 3, 3]
+    assert (stages(0, workers=1), stages(0, workers=2), stages(0, stages=5)) == (1, 2, 5)
+    for most, workers in ((4, 5), (2, 2)):
+        with pytest.raises(InputError, match=f"memory for 60 bytes of weights in {most} stages"):
+            stages(20, workers=workers)
+    with pytest.raises(NoDomainError, match="expected 6 workers"):
+        stages(0, stages=6)
+    with pytest.raises(InputError, match="at most 6"):
+        stages(0, workers=7, stages=7)
+
+
+def test_the_slow_worker_of_three_gets_the_fewest_layers() -> None:
+    candidates = [Candidate("slow", "A", speed=0.25), Candidate("x", "B"), Candidate("y", "C")]
+    chosen, cuts = place(candidates, 3, 0, [1.0] * 9, [1] * 9)
+    assert ([one.address for one in chosen], cuts) == (["x", "y", "slow"], (4, 8))
+
+
+@given(st.lists(st.floats(1e-3, 1e12), min_size=1, max_size=9))
+def test_paces_are_told_apart_only_where_they_differ_much(paces: list[float]) -> None:
+    found = levelled(paces)
+    fastest = max(paces)
+    for pace, speed in zip(paces, found, strict=True):
+        assert pace <= speed * fastest * (1 + 1e-12)
+        assert pace >= 0.75 * speed * fastest * (1 - 1e-12)
+    groups = sorted(set(found), reverse=True)
+    assert groups[0] == 1.0
+    assert all(slower < 0.75 * faster * (1 + 1e-12) for faster, slower in pairwise(groups))
+
+
+def test_levels_of_known_paces() -> None:
+    assert levelled([]) == []
+    assert levelled([10.0, 9.0, 4.0, 8.0, 3.5]) == [1.0, 1.0, 0.4, 1.0, 0.4]
+
+
+def test_a_pace_is_that_of_memory() -> None:
+    assert 1e7 < decoding_pace() < 1e13
