@@ -72,11 +72,20 @@ def test_speculation_is_audited_too(store: WeightStore) -> None:
     in_cluster(body)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+#: Kind, stage and step. What an old position holds need not matter to the very last one.
+SOME = [
+    ("activation", 0, 2),
+    ("activation", 2, COUNT + 1),
+    ("state", 1, 8),
+    ("weights", 0, 8),
+    ("weights", 2, 2),
+]
+STEPS = [("activation", 2), ("activation", COUNT + 1), ("state", 8), ("weights", 2), ("weights", COUNT + 1)]
+MORE = [(kind, stage, step) for stage in range(3) for kind, step in STEPS if (kind, stage, step) not in SOME]
+
+
 @pytest.mark.parametrize(
-    ("kind", "step"),
-    # What an old position holds need not matter to the very last one.
-    [("activation", 2), ("activation", COUNT + 1), ("state", 8), ("weights", 2), ("weights", COUNT + 1)],
+    ("kind", "stage", "step"), [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
 def test_silent_corruption_is_found_named_and_healed(
     store: WeightStore, plain: tuple[int, ...], kind: str, stage: int, step: int
