@@ -199,7 +199,7 @@ def test_nothing_is_left_on_the_workers(store: WeightStore) -> None:
 
 
 def test_a_generation_that_is_cancelled_disturbs_no_other(store: WeightStore, plain: tuple[int, ...]) -> None:
-    @gen_cluster(client=True, nthreads=FOUR, timeout=100, clean_kwargs=THREADS_OF_ZARR)
+    @gen_cluster(client=True, nthreads=FOUR, timeout=250, clean_kwargs=THREADS_OF_ZARR)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         async with Pipeline(c, store, stages=2, spares=0) as pipeline:
             seats = [seat for w in workers for seat in w.plugins["dask_sdc-stages"].seats.values()]

@@ -41,7 +41,7 @@ def store(folder: Path) -> WeightStore:
 def in_cluster(body: Any) -> None:
     """Run a coroutine function with a client and its four workers, all in this process."""
 
-    @gen_cluster(client=True, nthreads=FOUR, timeout=100, clean_kwargs=THREADS_OF_ZARR)
+    @gen_cluster(client=True, nthreads=FOUR, timeout=250, clean_kwargs=THREADS_OF_ZARR)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         await body(c, workers)
 
@@ -72,7 +72,7 @@ def test_only_labelled_workers_hold_stages(store: WeightStore) -> None:
 
 
 def test_a_worker_that_comes_later_becomes_a_spare(store: WeightStore) -> None:
-    @gen_cluster(client=True, nthreads=LABELLED[:2], timeout=100, clean_kwargs=THREADS_OF_ZARR)
+    @gen_cluster(client=True, nthreads=LABELLED[:2], timeout=250, clean_kwargs=THREADS_OF_ZARR)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         async with Pipeline(c, store, stages=2, spares=1) as pipeline:
             assert pipeline.spares == ()
