@@ -26,7 +26,7 @@ from dask_sdc.inference.pipeline import Generation, Pipeline
 from dask_sdc.inference.speculative import NGramDrafter
 
 STAGES, CHUNK, DELAY = 3, 32, 0.05
-WIDTH, DEPTH = 4, 4
+WIDTH, DEPTH = 4, 6
 #: Five ids again and again; the model goes on with a text that settles into a short loop.
 PROMPT = (412, 11, 413, 240, 263) * 8
 
@@ -55,7 +55,7 @@ def paths(client: Client, path: Path) -> Iterator[dict[str, Pipeline]]:
 def measure(bench: Bench) -> None:
     """Generate in turns, and compare."""
     logging.getLogger("dask_sdc").setLevel(logging.ERROR)
-    count, rounds = (72, 2) if bench.quick else (240, 7)
+    count, rounds = (96, 2) if bench.quick else (240, 7)
     done: dict[str, Generation] = {}
     wanted = {"plain": count // 4, "synchronous": count, "pipelined": count}  # the plain path is slow
 
