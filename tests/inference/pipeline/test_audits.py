@@ -109,8 +109,15 @@ def test_silent_corruption_is_found_named_and_healed(
     in_cluster(body)
 
 
-@pytest.mark.parametrize("kind", ["activation", "weights"])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("activation", 1),
+        ("weights", 0),
+        pytest.param("activation", 0, marks=pytest.mark.slow),
+        pytest.param("weights", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_stage_that_fails_for_what_it_was_fed_is_not_to_blame(
     store: WeightStore, plain: tuple[int, ...], kind: str, stage: int
 ) -> None:
@@ -128,7 +135,7 @@ def test_a_stage_that_fails_for_what_it_was_fed_is_not_to_blame(
     in_cluster(body)
 
 
-@pytest.mark.parametrize("rate", [0.25, 0.5])
+@pytest.mark.parametrize("rate", [0.25, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_persistent_corruption_is_found_at_lower_rates(
     store: WeightStore, plain: tuple[int, ...], rate: float
 ) -> None:
