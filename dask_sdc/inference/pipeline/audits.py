@@ -89,6 +89,9 @@ class Surroundings(Protocol):
     async def choose(self, stage: int, apart: Collection[str]) -> str | None:
         """Return a worker outside of some domains that can compute a stage."""
 
+    async def answers(self, address: str) -> bool:
+        """Say whether a worker answers; one that does not is not chosen again."""
+
     async def calm(self) -> None:
         """Wait while the pipeline is being healed."""
 
@@ -274,18 +277,8 @@ class StageAudits:
         why = f"audit of stage {key[1]}: {type(error).__name__}: {error}"
         if self._tries[key] > _TRIES:
             self._skip(key, why)
-        elif not await self._answers(auditor):
-            self._around.ring.shunned.add(auditor)
-        else:
+        elif await self._around.answers(auditor):
             await self._around.repair(why)
-
-    async def _answers(self, address: str) -> bool:
-        call = self._around.ring.call_at(address, "unshadow", session="")
-        try:
-            await asyncio.wait_for(call, min(1.0, self._around.timeout))
-        except OSError:
-            return False
-        return True
 
     def _skip(self, key: tuple[str, int], why: str) -> None:
         self._due.pop(key, None)

@@ -159,7 +159,7 @@ class Coordinator:
     async def _chains(self, session: TokenSession) -> tuple[str, ...]:
         """Return the hash chain over the outputs of each stage, as whoever took them recorded them.
 
-        None if a stage is lost just now: nothing but a receipt would come of healing it.
+        Empty if a stage is lost just now: nothing but a receipt would come of healing it.
         """
         calls = [
             asyncio.wait_for(
@@ -480,6 +480,10 @@ class Coordinator:
     def locate(self, address: str) -> Located:
         """Return where a worker is."""
         return self._crew.locate(address)
+
+    async def answers(self, address: str) -> bool:
+        """Say whether a worker answers; one that does not is not chosen again."""
+        return await self._crew.answers(address)
 
     async def choose(self, stage: int, apart: Collection[str]) -> str | None:
         """Return a worker outside of some domains that can compute a stage."""

@@ -120,12 +120,12 @@ class Crew:
 
     async def _first_to_answer(self, candidates: Iterable[Candidate]) -> str | None:
         for address in dict.fromkeys(one.address for one in candidates):
-            if await self._answers(address):
+            if await self.answers(address):
                 return address
         return None
 
-    async def _answers(self, address: str) -> bool:
-        """Say whether a worker is not frozen."""
+    async def answers(self, address: str) -> bool:
+        """Say whether a worker is not frozen; one that does not answer is shunned."""
         answers = await self._routes.alive(address, _PING)
         if not answers:
             assert self.ring is not None

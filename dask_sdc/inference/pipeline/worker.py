@@ -535,8 +535,9 @@ class StageWorkerPlugin(WorkerPlugin):
         """Feed recorded outputs as one long chunk to a stage that replays (RPC handler)."""
         seat = self._seat(pipeline)
         chunk = await seat.run(seat.host.joined, session, position, width, sampled_from)
-        record: list[Any] = await self.worker.rpc(to).sdc_stage_replay_joined(
-            pipeline=pipeline, chunk=pack_chunk(chunk)
+        await self.routes.find_once(to, seat.relays)
+        record: list[Any] = await self.routes.call(
+            to, "replay_joined", pipeline=pipeline, chunk=pack_chunk(chunk)
         )
         return record
 
