@@ -107,3 +107,20 @@ def _their_name(name: str) -> str:
     if parts[-2] in ("q", "k", "v", "o", "gate", "up", "down"):
         parts[-2] += "_proj"
     return ".".join(["model", *parts])
+
+
+def their_text(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Return what transformers makes of the prompt."""
+    import torch
+
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]

@@ -34,23 +34,6 @@ def generate(model: Transformer, prompt: list[int], count: int) -> list[int]:
     return ids
 
 
-def their_text(model: Any, prompt: list[int], count: int) -> list[int]:
-    """Return what transformers makes of the prompt."""
-    import torch
-
-    with torch.inference_mode():
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-    return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
-
-
 def their_logits(model: Any, ids: list[int]) -> np.ndarray[Any, Any]:
     """Return their logits (T, V) of a text."""
     import torch
@@ -74,7 +57,7 @@ def texts(bench: Bench, ours: Transformer, theirs: Any, prompts: list[list[int]]
     exact = copy.deepcopy(theirs).double()
     equal, worst = 0, dict.fromkeys(("logit_error", "their_float32_error", "difference"), 0.0)
     for prompt in prompts:
-        expected = their_text(theirs, prompt, count)
+        expected = _smollm.their_text(theirs, prompt, count)
         equal += generate(ours, prompt, count) == expected
         text = prompt + expected
         got, peers, exact64 = our_logits(ours, text), their_logits(theirs, text), their_logits(exact, text)
@@ -100,7 +83,7 @@ def speed(bench: Bench, ours: Transformer, theirs: Any, prompt: list[int]) -> No
     count = 32 if bench.quick else 96
     times = interleave(
         {
-            "theirs": partial(their_text, theirs, prompt, count),
+            "theirs": partial(_smollm.their_text, theirs, prompt, count),
             "ours": partial(generate, ours, prompt, count),
         },
         rounds=3 if bench.quick else 9,

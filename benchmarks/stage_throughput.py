@@ -65,23 +65,6 @@ def in_one_process(stage: TransformerStage, count: int) -> list[int]:
     return ids
 
 
-def by_transformers(model: Any, count: int) -> list[int]:
-    """Return what transformers makes of it."""
-    import torch
-
-    with torch.inference_mode():
-        ids = torch.tensor([PROMPT])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-    return out[0, len(PROMPT) :].tolist()  # type: ignore[no-any-return]
-
-
 def peer() -> Any:
     """Return their model on two threads."""
     import torch
@@ -123,7 +106,7 @@ def measure(bench: Bench) -> None:
                 "stages": partial(in_stages, pipeline, count),
                 "bare": partial(in_stages, bare, count),
                 "one": partial(in_one_process, whole(store), count),
-                "theirs": partial(by_transformers, peer(), count),
+                "theirs": partial(_smollm.their_text, peer(), list(PROMPT), count),
             }
             texts = {tuple(contestant()) for contestant in contestants.values()}
             bench.say(f"began after {time.perf_counter() - began:.1f} s; layers cut at {pipeline.boundaries}")

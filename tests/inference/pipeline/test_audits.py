@@ -18,16 +18,11 @@ from dask_sdc.inference.receipts import verify
 from dask_sdc.inference.session import LossKind
 from dask_sdc.inference.speculative import NGramDrafter
 from dask_sdc.inference.weights.store import WeightStore
-from tests.inference.pipeline.models import PROMPT, generated, write_store
+from tests.inference.pipeline.models import PROMPT, generated
 
 COUNT = 20
 #: The highest bit of a float32's fraction: half of the number or less, and never anything that is not finite.
 BIT = 22
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    return write_store(tmp_path_factory.mktemp("weights") / "tiny.zarr")
 
 
 @pytest.fixture(scope="module")

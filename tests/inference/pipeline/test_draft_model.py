@@ -16,13 +16,8 @@ from dask_sdc.inference.draft_model import GreedyGuess
 from dask_sdc.inference.pipeline import Pipeline
 from dask_sdc.inference.speculative import ModelDrafter
 from dask_sdc.inference.weights.store import WeightStore, convert
-from tests.inference.pipeline.models import CONFIG, PROMPT, generated, write_store
+from tests.inference.pipeline.models import CONFIG, PROMPT, generated
 from tests.inference.weights.tiny import MemorySource
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    return write_store(tmp_path_factory.mktemp("weights") / "tiny.zarr")
 
 
 @pytest.fixture(scope="module")

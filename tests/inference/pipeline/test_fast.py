@@ -19,14 +19,9 @@ from dask_sdc.inference.pipeline import ops as cluster_ops
 from dask_sdc.inference.session import LossKind
 from dask_sdc.inference.speculative import NGramDrafter
 from dask_sdc.inference.weights.store import WeightStore
-from tests.inference.pipeline.models import PROMPT, generated, write_store
+from tests.inference.pipeline.models import PROMPT, generated
 
 TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    return write_store(tmp_path_factory.mktemp("weights") / "tiny.zarr")
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,7 @@ from dask_sdc.faults.stages import _LongLink, arm_link_delay
 from dask_sdc.inference.pipeline import Pipeline
 from dask_sdc.inference.speculative import NGramDrafter
 from dask_sdc.inference.weights.store import WeightStore
-from tests.inference.pipeline.models import generated, write_store
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    return write_store(tmp_path_factory.mktemp("weights") / "tiny.zarr")
+from tests.inference.pipeline.models import generated
 
 
 def test_messages_are_under_way_side_by_side_and_arrive_in_order() -> None:

@@ -16,19 +16,9 @@ from dask_sdc.inference.pipeline import Pipeline
 from dask_sdc.inference.session import LossKind
 from dask_sdc.inference.speculative import NGramDrafter
 from dask_sdc.inference.weights.store import WeightStore
-from tests.inference.pipeline.models import PROMPT, generated, write_store
+from tests.inference.pipeline.models import PROMPT, generated
 
 STAGES, TOKENS = 3, 24
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("weights") / "tiny.zarr"
-
-
-@pytest.fixture(scope="module")
-def store(folder: Path) -> WeightStore:
-    return write_store(folder)
 
 
 @pytest.fixture

@@ -29,11 +29,6 @@ FOUR = [("127.0.0.1", 1)] * 4
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    return write_store(tmp_path_factory.mktemp("weights") / "tiny.zarr")
-
-
-@pytest.fixture(scope="module")
 def plain(store: WeightStore) -> tuple[int, ...]:
     return generated(store, PROMPT, 32)
 

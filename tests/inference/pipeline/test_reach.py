@@ -21,21 +21,11 @@ from dask_sdc.inference.pipeline import Pipeline
 from dask_sdc.inference.pipeline.placement import LABEL
 from dask_sdc.inference.session import LossKind
 from dask_sdc.inference.weights.store import WeightStore
-from tests.inference.pipeline.models import PROMPT, THREADS_OF_ZARR, generated, write_store
+from tests.inference.pipeline.models import PROMPT, THREADS_OF_ZARR, generated
 
 LABELLED = [("127.0.0.1", 1, {"resources": {LABEL: 1}})] * 3
 #: Three workers for stages, and one beside them.
 FOUR = [*LABELLED, ("127.0.0.1", 1)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("weights") / "tiny.zarr"
-
-
-@pytest.fixture(scope="module")
-def store(folder: Path) -> WeightStore:
-    return write_store(folder)
 
 
 def in_cluster(body: Any) -> None:

@@ -13,15 +13,10 @@ from dask_sdc.faults.stages import StageFault, arm_stage_fault
 from dask_sdc.inference.pipeline import Pipeline
 from dask_sdc.inference.speculative import DraftTree, NGramDrafter
 from dask_sdc.inference.weights.store import WeightStore
-from tests.inference.pipeline.models import PROMPT, generated, write_store
+from tests.inference.pipeline.models import PROMPT, generated
 
 TOKENS = 24
 SAMPLED = {"temperature": 0.8, "seed": 7}
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    return write_store(tmp_path_factory.mktemp("weights") / "tiny.zarr")
 
 
 @pytest.fixture(scope="module")
