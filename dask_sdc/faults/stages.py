@@ -198,16 +198,15 @@ def _arm_delay(name: str, seconds: float, dask_worker: Any) -> None:
 class _LongLink:
     """Takes messages at once and delivers each some time later; one that cannot be delivered is lost."""
 
-    def __init__(self, send: Callable[..., Awaitable[bool]], seconds: float) -> None:
+    def __init__(self, send: Callable[..., Awaitable[None]], seconds: float) -> None:
         self._send, self._seconds = send, seconds
         self._under_way: deque[tuple[float, tuple[Any, ...]]] = deque()
         self._delivery: asyncio.Task[None] | None = None
 
-    async def send(self, *message: Any) -> bool:
+    async def send(self, *message: Any) -> None:
         self._under_way.append((asyncio.get_running_loop().time() + self._seconds, message))
         if self._delivery is None or self._delivery.done():
             self._delivery = asyncio.create_task(self._deliver())
-        return True
 
     async def _deliver(self) -> None:
         while self._under_way:
@@ -230,9 +229,10 @@ def _dying(handler: Callable[..., Any], kind: str, left: list[int]) -> Callable[
 def _dropping(send: Callable[..., Any], step: int) -> Callable[..., Any]:
     left = [step]
 
-    async def drop(address: str, epoch: int, chunk: Any) -> Any:
+    async def drop(address: str, epoch: int, chunk: Any) -> None:
         left[0] -= 1
-        return True if left[0] == -1 else await send(address, epoch, chunk)
+        if left[0] != -1:
+            await send(address, epoch, chunk)
 
     return drop
 

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, Protocol
 from dask_sdc.exceptions import CorruptionError, GenerationInterrupted
 from dask_sdc.inference.host import SessionSettings
 from dask_sdc.inference.journal import ChunkRecord
+from dask_sdc.inference.pipeline.lines import pack_chunk
 from dask_sdc.inference.pipeline.ops import Ring, parts
 from dask_sdc.inference.pipeline.session import TokenSession
-from dask_sdc.inference.pipeline.worker import pack_chunk, unpack_record
+from dask_sdc.inference.pipeline.worker import unpack_record
 from dask_sdc.inference.proof import ENVELOPE
 from dask_sdc.inference.shadow import (
     ShadowAction,

@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 from dask_sdc.exceptions import ClosedError, ContextOverflow, GenerationInterrupted, StageError
 from dask_sdc.inference.heal import RecoveryReport, for_session, run_recovery
 from dask_sdc.inference.host import Chunk, SessionSettings
+from dask_sdc.inference.journal import ChunkRecord
 from dask_sdc.inference.pipeline.audits import Located, Mismatch, StageAudits
 from dask_sdc.inference.pipeline.crew import Crew
+from dask_sdc.inference.pipeline.lines import Answers, Line
 from dask_sdc.inference.pipeline.ops import ClusterOps, Ring
 from dask_sdc.inference.pipeline.session import Feed, TokenSession
-from dask_sdc.inference.pipeline.worker import pack_chunk, unpack_record
+from dask_sdc.inference.pipeline.worker import unpack_record
 from dask_sdc.inference.receipts import boundary_chain
 from dask_sdc.inference.shadow import ShadowAudit
 
@@ -81,7 +83,11 @@ class Coordinator:
         self._returned: set[int] = set()
         self._sessions: dict[str, TokenSession] = {}
         self._settings: dict[str, SessionSettings] = {}
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        # What waits for the answer to a chunk, and where that arrives.
+        self._waiting: dict[int, asyncio.Future[ChunkRecord]] = {}
+        self._arrivals: dict[int, asyncio.Future[ChunkRecord]] = {}
+        self._head = Line(ring.routes, ring.name)
+        self._tail = Answers(ring.routes, ring.name, self._arrived, self._deaf)
         self._order = asyncio.Lock()
         self._drafting = asyncio.Lock()
         self._free = asyncio.Condition()
@@ -217,7 +223,7 @@ class Coordinator:
         if session.epoch != self._epoch or self._recovery is not None:
             return
         self._settle(awaited)
-        session.returned(unpack_record(answer["record"]))
+        session.returned(answer)
         if self._audits is not None and session.records(awaited - 1, awaited):
             self._audits.returned(session.name, awaited)
 
@@ -260,9 +266,8 @@ class Coordinator:
             index, chunk = self._fed, session.sent(self._fed, feed)
             deadline = self._deadline(chunk.width)
             self._waiting[index] = asyncio.ensure_future(self._answer(index, chunk, deadline))
-            taken = self.ring.call(0, "chunk", epoch=self._epoch, chunk=pack_chunk(chunk))
             try:
-                await self._or_alarm(asyncio.ensure_future(asyncio.wait_for(taken, deadline)))
+                await self._or_alarm(asyncio.ensure_future(asyncio.wait_for(self._sent(chunk), deadline)))
             except (OSError, StageError) as error:  # a TimeoutError is an OSError
                 raise _Broken(
                     f"the head did not take chunk {index}: {type(error).__name__}: {error}"
@@ -272,21 +277,39 @@ class Coordinator:
         """Return the seconds that a chunk may take, those before it included."""
         return max(self.timeout, _SLACK * self._slowest * width) * (1 + len(self._waiting) / 4)
 
-    async def _answer(self, index: int, chunk: Chunk, deadline: float) -> dict[str, Any]:
+    async def _sent(self, chunk: Chunk) -> None:
+        """Send a chunk to the head, after the tail knows where to send what comes of it."""
+        await self._tail.open(self.ring.addresses[-1])
+        await self._head.send(self.ring.addresses[0], self._epoch, chunk)
+
+    async def _answer(self, index: int, chunk: Chunk, deadline: float) -> ChunkRecord:
         """Wait for what the tail makes of a chunk, by its number, until the deadline."""
-        began, ahead, width = asyncio.get_running_loop().time(), len(self._waiting), chunk.width
-        call = self.ring.call(len(self.ring) - 1, "answer", epoch=self._epoch, index=index)
+        loop = asyncio.get_running_loop()
+        began, ahead, width = loop.time(), len(self._waiting), chunk.width
+        self._arrivals[index] = arrival = loop.create_future()
         try:
-            answer: dict[str, Any] | None = await asyncio.wait_for(call, deadline)
+            answer: ChunkRecord = await asyncio.wait_for(arrival, deadline)
         except TimeoutError:
             raise _Broken(f"no answer to chunk {index} within {deadline:.1f} s") from None
-        except (OSError, StageError) as error:
+        except OSError as error:
             raise _Broken(f"no answer to chunk {index}: {type(error).__name__}: {error}") from error
-        if answer is None:
-            raise _Broken(f"no answer to chunk {index}: its epoch ended")
-        took = asyncio.get_running_loop().time() - began
-        self._slowest = max(took / width / (1 + ahead), 0.95 * self._slowest)
+        finally:
+            del self._arrivals[index]
+        self._slowest = max((loop.time() - began) / width / (1 + ahead), 0.95 * self._slowest)
         return answer
+
+    def _arrived(self, answer: Mapping[str, Any]) -> None:
+        """Take an answer of the tail; late ones of an epoch that is over are nobody's."""
+        record = unpack_record(answer["record"])
+        arrival = self._arrivals.get(record.index)
+        if answer["epoch"] == self._epoch and arrival is not None and not arrival.done():
+            arrival.set_result(record)
+
+    def _deaf(self, error: OSError) -> None:
+        """Note that the tail cannot be heard any more."""
+        for arrival in self._arrivals.values():
+            if not arrival.done():
+                arrival.set_exception(error)
 
     async def _open(self, session: TokenSession) -> None:
         settings = asdict(self._settings[session.name])
@@ -503,6 +526,8 @@ class Coordinator:
         for waiting in self._waiting.values():
             waiting.cancel()
         await asyncio.gather(*self._waiting.values(), return_exceptions=True)
+        self._head.close()
+        self._tail.close()
 
 
 def _noticed(work: asyncio.Future[Any]) -> None:

@@ -12,8 +12,9 @@ from dask_sdc.exceptions import StageError
 from dask_sdc.inference.host import Chunk, SessionSettings, joined_chunk
 from dask_sdc.inference.journal import ChunkRecord, join_chunks
 from dask_sdc.inference.ops import RecoveryOps
+from dask_sdc.inference.pipeline.lines import pack_chunk
 from dask_sdc.inference.pipeline.routes import RELAYS, Routes
-from dask_sdc.inference.pipeline.worker import Place, pack_chunk, unpack_record
+from dask_sdc.inference.pipeline.worker import Place, unpack_record
 from dask_sdc.inference.session import SessionState, StageReport
 
 __all__ = ["ClusterOps", "Ring", "fed_joined", "parts"]
@@ -22,6 +23,9 @@ __all__ = ["ClusterOps", "Ring", "fed_joined", "parts"]
 _CHUNKS, _POSITIONS = 64, 1024
 #: Positions that a fast replay joins to one chunk: enough for BLAS, with activations that stay small.
 _WIDE = 256
+
+#: Seconds before stages are asked again.
+_AGAIN = 0.01
 
 T = TypeVar("T")
 
@@ -156,13 +160,19 @@ class ClusterOps(RecoveryOps):
                 self._silent[address] = answer
 
     async def reports(self, epoch: int) -> Sequence[StageReport]:
-        """Ask every stage."""
-        return [
-            StageReport(stage, False, detail=f"{type(answer).__name__}: {answer}")
-            if isinstance(answer, BaseException)
-            else StageReport(**answer)
-            for stage, answer in enumerate(await self._ask_all("report"))
-        ]
+        """Ask every stage, again while something may be on its way between two of them."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._patience
+        while True:
+            reports = [
+                StageReport(stage, False, detail=f"{type(answer).__name__}: {answer}")
+                if isinstance(answer, BaseException)
+                else StageReport(**answer)
+                for stage, answer in enumerate(await self._ask_all("report"))
+            ]
+            if not _on_its_way(reports, self._settled()) or clock() > deadline:
+                return reports
+            await asyncio.sleep(_AGAIN)
 
     async def choose_spare(self, stage: int, refused: Collection[str]) -> str | None:
         """Return a worker that can take a stage."""
@@ -263,6 +273,14 @@ class ClusterOps(RecoveryOps):
                 raise StageError(
                     f"stage {stage}: expected it to resume, got {answer!r}", stage=stage
                 ) from answer
+
+
+def _on_its_way(reports: Sequence[StageReport], fed: int) -> bool:
+    """Say whether all stages answer and one has not received what was sent to it."""
+    sent = [fed, *(report.forwarded for report in reports)]
+    return all(report.reachable for report in reports) and any(
+        report.received < last for report, last in zip(reports, sent, strict=False)
+    )
 
 
 def fed_joined(

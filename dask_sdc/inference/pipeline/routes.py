@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from distributed import Status
+from distributed.comm.core import Comm
+from distributed.core import ConnectionPool, send_recv
 from distributed.protocol.serialize import to_serialize
 
-__all__ = ["RELAYS", "Routes"]
+__all__ = ["RELAYS", "Connection", "Routes", "packed", "piped"]
 
 #: Workers at most that are asked to pass messages on before another counts as not reachable.
 RELAYS = 4
 
 #: Seconds after which one worker that dials another gives up.
 DIAL = 2.0
+
+
+class Connection:
+    """A connection to a worker that is not shared.
+
+    Parameters
+    ----------
+    pool : ConnectionPool
+        From which it was taken.
+    dialled : str
+        Address of the worker.
+    comm : Comm
+        The connection.
+    """
+
+    def __init__(self, pool: ConnectionPool, dialled: str, comm: Comm) -> None:
+        self._pool, self._dialled, self._comm = pool, dialled, comm
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return bool(self._comm.closed())
+
+    async def read(self) -> Any:
+        """Return the next message."""
+        return await self._comm.read()
+
+    async def write(self, message: Any) -> None:
+        """Send a message."""
+        await self._comm.write(message)
+
+    def close(self) -> None:
+        """Hang up at once."""
+        self._comm.abort()
+        self._pool.reuse(self._dialled, self._comm)  # which counts it no more
 
 
 class Routes:
@@ -25,13 +63,13 @@ class Routes:
 
     Parameters
     ----------
-    rpc : callable
-        Returns the RPC to a worker's address.
+    rpc : ConnectionPool
+        Connections to workers.
     patience : float, optional
         Seconds without an answer after which a worker is not there.
     """
 
-    def __init__(self, rpc: Callable[[str], Any], patience: float = DIAL) -> None:
+    def __init__(self, rpc: ConnectionPool, patience: float = DIAL) -> None:
         self._rpc, self._patience = rpc, patience
         self._relays: dict[str, str] = {}
         self._sought: set[str] = set()
@@ -89,6 +127,51 @@ class Routes:
             to=address, method=method, arguments=arguments
         )
         return passed
+
+    async def connect(self, address: str, method: str, **arguments: Any) -> Connection:
+        """Open a connection to a method of the plugin on a worker that takes one.
+
+        Raises
+        ------
+        OSError
+            If the worker cannot be reached.
+        Exception
+            What the method raises before it answers for the first time.
+        """
+        relay, name = self._relays.get(address), f"sdc_stage_{method}"
+        dialled = relay or address
+        connection = Connection(self._rpc, dialled, comm := await self._rpc.connect(dialled))
+        try:
+            if relay is None:
+                await send_recv(comm, op=name, **arguments)
+            else:
+                await send_recv(comm, op="sdc_stage_pipe", to=address, method=method, arguments=arguments)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+async def piped(comm: Comm, onward: Connection) -> Status:
+    """Pass messages on between two connections, both ways, until one of them is closed."""
+    ways = [
+        asyncio.ensure_future(_pass_on(comm, onward)),
+        asyncio.ensure_future(_pass_on(onward, comm)),
+    ]
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+        onward.close()
+        comm.abort()
+        await asyncio.gather(*ways, return_exceptions=True)
+    return Status.dont_reply
+
+
+async def _pass_on(source: Comm | Connection, sink: Comm | Connection) -> None:
+    while True:
+        await sink.write(packed(await source.read()))
 
 
 def packed(value: Any) -> Any:

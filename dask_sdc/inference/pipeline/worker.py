@@ -1,13 +1,13 @@
 """The worker's side of a pipeline: stages that take chunks from each other, without the scheduler.
 
-Messages go from stage to stage over the workers' own comms, in order, since a sender waits until one was
-taken before it sends the next. Everything that computes runs in a thread of its own per stage; the event
-loop only moves messages.
+Messages go from stage to stage over the workers' own comms, in order; see `lines`. Everything that computes
+runs in a thread of its own per stage; the event loop only moves messages.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,15 +16,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 import cloudpickle
-from distributed import Worker, WorkerPlugin
+from distributed import Status, Worker, WorkerPlugin
+from distributed.comm.core import Comm
 from distributed.protocol.serialize import to_serialize
 
-from dask_sdc.exceptions import StageError, StaleEpoch
+from dask_sdc.exceptions import StageError
 from dask_sdc.inference.host import Chunk, Output, SessionSettings, StageHost
 from dask_sdc.inference.journal import ChunkRecord, cut_records
 from dask_sdc.inference.model.kernels import set_threads, threads
 from dask_sdc.inference.pace import decoding_pace
-from dask_sdc.inference.pipeline.routes import Routes, packed
+from dask_sdc.inference.pipeline.lines import Line, pack_chunk, received
+from dask_sdc.inference.pipeline.routes import Routes, packed, piped
 from dask_sdc.inference.pipeline.shadows import Shadows
 from dask_sdc.inference.receipts import boundary_chain
 from dask_sdc.inference.session import EpochFence, StageReport
@@ -58,11 +60,6 @@ def unpack_record(packed: Sequence[Any]) -> ChunkRecord:
     """Return a record that came."""
     index, position, width, kept, digest, tokens, sketch = packed
     return ChunkRecord(index, position, width, kept, digest, tuple(tokens), sketch)
-
-
-def pack_chunk(chunk: Chunk) -> dict[str, Any]:
-    """Return a chunk as it travels: its array out of band."""
-    return {**vars(chunk), "array": to_serialize(chunk.array)}
 
 
 @dataclass(frozen=True)
@@ -117,31 +114,41 @@ class Seat:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"sdc-stage-{host.number}")
         self._inbox: asyncio.Queue[tuple[int, Chunk]] = asyncio.Queue(_WAITING)
         self._outbox: asyncio.Queue[tuple[int, Output]] = asyncio.Queue(_WAITING)
-        self._answers: dict[int, asyncio.Future[Output]] = {}
+        self._line = Line(routes, pipeline)
+        # Where chunks come from, and whom the tail tells what it makes of them.
+        self._sources: set[Comm] = set()
+        self._hearer: Comm | None = None
         self._sending: asyncio.Future[bool] | None = None
         self._tasks = [asyncio.ensure_future(self._work()), asyncio.ensure_future(self._send_on())]
 
     # -- chunks ----------------------------------------------------------------------------------
 
+    async def take_from(self, comm: Comm) -> None:
+        """Take the chunks that come over a connection, until it is closed."""
+        self._sources.add(comm)
+        try:
+            await received(comm, self.deliver)
+        finally:
+            self._sources.discard(comm)
+
     async def deliver(self, epoch: int, chunk: Chunk) -> None:
         """Take a chunk; returns when there is room for it, which slows a sender down."""
-        self.fence.check(epoch)
-        await self._inbox.put((epoch, chunk))
-        if epoch == self.fence.epoch and chunk.index == self.received + 1:
+        # Also of an epoch that is over: then it is known not to be on its way any more.
+        if chunk.index == self.received + 1:
             self.received += 1  # and stays behind a chunk that never came, whatever comes after it
+        if epoch == self.fence.epoch:
+            await self._inbox.put((epoch, chunk))
 
-    async def answer(self, epoch: int, index: int) -> Output:
-        """Wait for the tail's output of a chunk."""
-        self.fence.check(epoch)
+    async def tell_to(self, comm: Comm) -> None:
+        """Send the tail's outputs to a connection, until it is closed."""
+        self._hearer = comm
         try:
-            return await asyncio.shield(self._expected(index))
+            await comm.read()  # where nothing comes
+        except OSError:
+            pass
         finally:
-            self._answers.pop(index, None)
-
-    def _expected(self, index: int) -> asyncio.Future[Output]:
-        if index not in self._answers:
-            self._answers[index] = asyncio.get_running_loop().create_future()
-        return self._answers[index]
+            if self._hearer is comm:
+                self._hearer = None
 
     async def _work(self) -> None:
         while True:
@@ -163,11 +170,19 @@ class Seat:
             if epoch != self.fence.epoch or self.detail:
                 continue
             if self.host.tail:
-                self._expected(output.record.index).set_result(output)
+                await self._told(epoch, output)
             elif not await self._sent_in_time(epoch, output):
                 continue
             if epoch == self.fence.epoch and output.record.index == self.forwarded + 1:
                 self.forwarded += 1
+
+    async def _told(self, epoch: int, output: Output) -> None:
+        array = None if output.array is None else to_serialize(output.array)
+        answer = {"epoch": epoch, "record": pack_record(output.record), "array": array}
+        if self._hearer is not None:
+            # Whoever hung up does not wait for it any more.
+            with contextlib.suppress(OSError):
+                await self._hearer.write(answer)
 
     async def _sent_in_time(self, epoch: int, output: Output) -> bool:
         """Send an output, no longer than until the epoch ends: the next stage may be frozen."""
@@ -183,18 +198,16 @@ class Seat:
     async def _sent(self, epoch: int, output: Output) -> bool:
         assert self._next is not None
         try:
-            return await self.send(self._next, epoch, output.chunk)
+            await self.send(self._next, epoch, output.chunk)
         except (OSError, StageError) as error:
             self.detail = f"cannot reach the next stage: {type(error).__name__}: {error}"
             self._tell(self.detail)
             return False
+        return True
 
-    async def send(self, address: str, epoch: int, chunk: Chunk) -> bool:
-        """Send a chunk to a worker and return whether it was taken; where messages are dropped and bent."""
-        taken: bool = await self.routes.call(
-            address, "chunk", pipeline=self.pipeline, epoch=epoch, chunk=pack_chunk(chunk)
-        )
-        return taken
+    async def send(self, address: str, epoch: int, chunk: Chunk) -> None:
+        """Send a chunk to a worker; where messages are dropped and bent."""
+        await self._line.send(address, epoch, chunk)
 
     def _failed(self, why: str) -> None:
         # A state that was half updated must not be used: the stage rests until it is replaced or reset.
@@ -218,11 +231,6 @@ class Seat:
         for queue in (self._inbox, self._outbox):
             while not queue.empty():
                 queue.get_nowait()
-        for index, waiting in list(self._answers.items()):
-            del self._answers[index]
-            if not waiting.done():
-                waiting.set_exception(StaleEpoch(f"stage {self.host.number}: epoch {epoch} began"))
-                waiting.exception()  # perhaps nobody waits any more
 
     def report(self) -> StageReport:
         """Say how far the stage got."""
@@ -244,7 +252,12 @@ class Seat:
         """Stop, and forget every session."""
         for task in self._tasks:
             task.cancel()
+        self._line.close()
+        for comm in (*self._sources, *([self._hearer] if self._hearer else [])):
+            comm.abort()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        while not self._inbox.empty():  # so that nobody waits for room
+            self._inbox.get_nowait()
         await asyncio.get_running_loop().run_in_executor(None, self._pool.shutdown)
         self.host.close_all()
 
@@ -284,6 +297,7 @@ class StageWorkerPlugin(WorkerPlugin):
                 self.hello,
                 self.dial,
                 self.relay,
+                self.pipe,
                 self.pace,
                 self.prepare,
                 self.load,
@@ -291,8 +305,8 @@ class StageWorkerPlugin(WorkerPlugin):
                 self.leave,
                 self.open,
                 self.close,
-                self.chunk,
-                self.answer,
+                self.take,
+                self.tell,
                 self.stop,
                 self.report,
                 self.resume,
@@ -329,6 +343,12 @@ class StageWorkerPlugin(WorkerPlugin):
     async def relay(self, to: str, method: str, arguments: Mapping[str, Any]) -> Any:
         """Call a method on another worker, dialled directly, for somebody who cannot (RPC handler)."""
         return packed(await Routes(self.worker.rpc).call(to, method, **packed(arguments)))
+
+    async def pipe(self, comm: Comm, to: str, method: str, arguments: Mapping[str, Any]) -> Status:
+        """Connect somebody to a method on another worker that cannot be dialled from there (RPC handler)."""
+        onward = await Routes(self.worker.rpc).connect(to, method, **packed(arguments))
+        await comm.write("OK")
+        return await piped(comm, onward)
 
     async def pace(self) -> float:
         """Return `decoding_pace`; whoever asks meanwhile waits for the same measurement (RPC handler)."""
@@ -413,22 +433,19 @@ class StageWorkerPlugin(WorkerPlugin):
         seat = self._seat(pipeline)
         await seat.run(seat.host.close, session)
 
-    async def chunk(self, pipeline: str, epoch: int, chunk: Mapping[str, Any]) -> bool:
-        """Take a chunk; return whether it belongs to this epoch (RPC handler)."""
-        try:
-            await self._seat(pipeline).deliver(epoch, Chunk(**chunk))
-        except StaleEpoch:
-            return False  # a late message is no error
-        return True
+    async def take(self, comm: Comm, pipeline: str) -> Status:
+        """Take the chunks that come over a connection (RPC handler)."""
+        seat = self._seat(pipeline)
+        await comm.write("OK")
+        await seat.take_from(comm)
+        return Status.dont_reply
 
-    async def answer(self, pipeline: str, epoch: int, index: int) -> dict[str, Any] | None:
-        """Return the tail's output of a chunk once there is one, None if its epoch ended (RPC handler)."""
-        try:
-            output = await self._seat(pipeline).answer(epoch, index)
-        except StaleEpoch:
-            return None
-        array = None if output.array is None else to_serialize(output.array)
-        return {"record": pack_record(output.record), "array": array}
+    async def tell(self, comm: Comm, pipeline: str) -> Status:
+        """Send the outputs of a tail over a connection (RPC handler)."""
+        seat = self._seat(pipeline)
+        await comm.write("OK")
+        await seat.tell_to(comm)
+        return Status.dont_reply
 
     # -- healing ---------------------------------------------------------------------------------
 

@@ -40,14 +40,22 @@ def in_cluster(body: Any) -> None:
 
 def counted_relays(worker: Worker) -> list[str]:
     """Return a list that every method relayed by a worker is added to."""
-    relay, seen = worker.handlers["sdc_stage_relay"], list[str]()
-
-    async def counting(to: str, method: str, arguments: Any) -> Any:
-        seen.append(method)
-        return await relay(to=to, method=method, arguments=arguments)
-
-    worker.handlers["sdc_stage_relay"] = counting
+    seen = list[str]()
+    for name in ("sdc_stage_relay", "sdc_stage_pipe"):
+        worker.handlers[name] = _counting(worker.handlers[name], seen)
     return seen
+
+
+def _counting(handler: Any, seen: list[str]) -> Any:
+    async def relay(to: str, method: str, arguments: Any) -> Any:
+        seen.append(method)
+        return await handler(to=to, method=method, arguments=arguments)
+
+    async def pipe(comm: Any, to: str, method: str, arguments: Any) -> Any:
+        seen.append(method)
+        return await handler(comm, to=to, method=method, arguments=arguments)
+
+    return pipe if handler.__name__ == "pipe" else relay
 
 
 def test_only_labelled_workers_hold_stages(store: WeightStore) -> None:
@@ -86,7 +94,7 @@ def test_stages_that_cannot_dial_each_other_are_relayed_and_healed(store: Weight
             assert workers[3].address not in pipeline.workers
             passed = counted_relays(workers[3])
             assert (await pipeline.generate(PROMPT, 16)).ids == expected
-            assert passed == ["chunk"] * 16
+            assert passed == ["take"]  # one connection for all chunks
             await arm_stage_fault(pipeline, StageFault("raise", 1, 8))
             assert (await pipeline.generate(PROMPT, 16)).ids == expected
             [report] = pipeline.recoveries
@@ -103,7 +111,7 @@ def test_a_stage_that_the_client_cannot_dial_is_relayed(store: WeightStore) -> N
         async with Pipeline(c, store, stages=3, spares=0) as pipeline:
             passed = counted_relays(workers[3])
             assert (await pipeline.generate(PROMPT, 16)).ids == generated(store, PROMPT, 16)
-            assert passed.count("chunk") == passed.count("answer") == 16
+            assert (passed.count("take"), passed.count("tell")) == (1, 1)
 
     in_cluster(body)
 
