@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
 @contextlib.contextmanager
 def pipeline(client: Client, path: Path, case: Case) -> Iterator[Pipeline]:
     """Start a pipeline; whoever froze in it is killed at the end, so that its nanny starts another."""
-    client.wait_for_workers(WORKERS, timeout=120)
+    complete(client)
     pids = client.run(os.getpid)
     drafted = {"drafter": NGramDrafter(n=2, width=3), "depth": 2} if case.mode == "drafted" else {}
     # A spare whose weights are bent would be found by auditing, before it is asked to replay.
@@ -77,6 +77,16 @@ def pipeline(client: Client, path: Path, case: Case) -> Iterator[Pipeline]:
             os.kill(pids[address], signal.SIGKILL)
     while set(lost) & set(client.scheduler_info(n_workers=-1)["workers"]):
         time.sleep(0.05)
+
+
+def complete(client: Client) -> None:
+    """Wait until all workers are back; a nanny whose worker died while it started gives it up."""
+    try:
+        client.wait_for_workers(WORKERS, timeout=30)
+    except TimeoutError:
+        missing = WORKERS - len(client.scheduler_info(n_workers=-1)["workers"])
+        client.cluster.scale(len(client.cluster.worker_spec) + missing)
+        client.wait_for_workers(WORKERS, timeout=120)
 
 
 def alive(pid: int) -> bool:
