@@ -94,3 +94,34 @@ def verify_weights(store: str) -> None:
     if faults:
         raise click.ClickException("\n".join(faults.values()))
     click.echo(f"{store}: ok, {len(opened.names)} tensors, {opened.nbytes()} bytes, sha256 {opened.digest}")
+
+
+@sdc.command()
+@click.argument("store", type=click.Path(path_type=str))
+@click.argument("scheduler", required=False)
+@click.option("--nthreads", type=click.IntRange(1), help="Threads; all processors by default.")
+@click.option("--timeout", type=float, default=30.0, show_default=True, help="Seconds to reach SCHEDULER.")
+def stage(store: str, scheduler: str | None, nthreads: int | None, timeout: float) -> None:
+    """Check that this machine can hold a stage of STORE, then be a worker for stages of SCHEDULER.
+
+    For supervisors: prints CHECKED, then READY with the worker's address once it is registered, and ends with
+    code 0 when it is told to stop; or prints FATAL and why, and ends with code 1. Without SCHEDULER it only
+    checks. Certificates and keys are taken from Dask's configuration, which the environment can set.
+    """
+    import asyncio
+
+    from dask_sdc.inference.pipeline.supervised import preflight, serve
+
+    try:
+        found = preflight(store)
+        click.echo(
+            f"CHECKED sha256 {found.digest}, room for {found.layers} layers, "
+            f"{found.bytes_per_second / 1e9:.2f} GB/s of weights"
+        )
+        if scheduler is not None:
+            asyncio.run(
+                serve(scheduler, lambda at: click.echo(f"READY {at}"), nthreads=nthreads, timeout=timeout)
+            )
+    except (SDCError, OSError) as error:
+        click.echo(f"FATAL {error}")
+        raise SystemExit(1) from None

@@ -193,6 +193,7 @@ def test_dask_knows_the_commands() -> None:
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^  (\w+) ", done.stdout.partition("Commands:")[2], re.MULTILINE) == [
         "demo",
+        "stage",
         "verify",
         "weights",
     ]
