@@ -40,6 +40,31 @@ class Stage(ABC):
             If it is missing or damaged; the stage must then not serve.
         """
 
+    def cached(self, folder: str) -> Stage:
+        """Copy what `load` reads into a folder, and return a description of the stage that loads from there.
+
+        A spare may keep a stage so until it is needed. The default, which copies nothing and returns the
+        stage itself, is right for one that carries its arrays with it.
+
+        Parameters
+        ----------
+        folder : str
+            A path on a local disk where nothing is yet; removed by whoever asked, when all is over.
+
+        Returns
+        -------
+        Stage
+            Not loaded, with the same digest. Its `load` proves again what it reads.
+
+        Raises
+        ------
+        SDCError
+            If what is to be copied is missing or damaged.
+        OSError
+            If it cannot be read, or the copy cannot be written.
+        """
+        return self
+
     @abstractmethod
     def init(self, *, batch: int = 1, capacity: int | None = None) -> Any:
         """Return the state of a new session.
@@ -207,6 +232,17 @@ class TransformerStage(Stage):
             self.config, self.layers, self.first, self.last, reader, invariant=self.invariant
         )
         self._warm()
+
+    def cached(self, folder: str) -> TransformerStage:
+        """Copy the block's tensors, and no others, into a weight store there; see `WeightStore.copy`."""
+        return TransformerStage(
+            self.store.copy(self.names, folder),
+            self.layers,
+            self.first,
+            self.last,
+            invariant=self.invariant,
+            progress=self.progress,
+        )
 
     def _warm(self) -> None:
         """Run a short and a long chunk, so that no session waits for a compiler."""

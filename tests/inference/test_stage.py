@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,67 @@ def test_a_stage_that_cannot_take_back_says_so() -> None:
     assert (stage.position(state), stage.bytes_per_position) == (5, 0)
     with pytest.raises(InputError, match="Sum cannot take back positions, asked for 2"):
         stage.truncate(state, 2)
+    assert stage.cached("nowhere") is stage
+
+
+def test_a_cached_stage_loads_from_its_copy_and_has_its_own_tensors_only(tmp_path: Path) -> None:
+    store, copy = stored(tmp_path), tmp_path / "copy"
+    stage = TransformerStage(store, range(1, 3))
+    local = stage.cached(str(copy))
+    assert (local.digest, local.nbytes) == (stage.digest, stage.nbytes)
+    assert local.layers == range(1, 3) and not local.first and not local.last
+    assert {path.name for path in copy.iterdir() if path.is_dir()} == set(stage.names)
+    stage.load()
+    shutil.rmtree(tmp_path / "weights0")
+    local = pickle.loads(pickle.dumps(local))
+    local.load()
+    x = np.random.default_rng(0).normal(size=(1, 5, 40)).astype(np.float32)
+    assert local.forward(x, local.init()).tobytes() == stage.forward(x, stage.init()).tobytes()
+    with pytest.raises(CorruptionError, match=r"layers\.0\.attention_norm\.weight is missing"):
+        local.store.read("layers.0.attention_norm.weight")
+
+
+@pytest.mark.parametrize("head_and_tail", [True, False])
+def test_a_flipped_byte_of_a_copy_is_refused(store: WeightStore, tmp_path: Path, head_and_tail: bool) -> None:
+    layers = range(4) if head_and_tail else range(1, 2)
+    local = TransformerStage(store, layers).cached(str(tmp_path / "copy"))
+    name = "embed.weight" if head_and_tail else "layers.1.mlp.down.weight"
+    flip(tmp_path / "copy" / name)
+    with pytest.raises(CorruptionError, match=rf"{name} is damaged"):
+        local.load()
+
+
+def test_what_is_damaged_is_not_copied_and_what_was_interrupted_is_not_whole(
+    store: WeightStore, tmp_path: Path
+) -> None:
+    stage, copy = TransformerStage(store, range(1, 3)), tmp_path / "copy"
+    path = tmp_path / "weights0" / stage.names[-1]
+    kept = shutil.copytree(path, tmp_path / "kept")
+    flip(path)
+    with pytest.raises(CorruptionError, match=rf"{stage.names[-1]} is damaged"):
+        stage.cached(str(copy))
+    assert (copy / stage.names[0]).exists()
+    with pytest.raises(InputError, match="whole weight store"):
+        WeightStore.open(copy)
+    shutil.rmtree(path)
+    shutil.move(kept, path)
+    stage.cached(str(copy)).load()
+
+
+def test_a_copy_replaces_nothing_but_a_copy(store: WeightStore, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("text")
+    with pytest.raises(InputError, match="expected"):
+        TransformerStage(store, range(1)).cached(str(tmp_path / "mine"))
+    assert (tmp_path / "mine" / "file").read_text() == "text"
+    with pytest.raises(InputError, match=r"layers\.9"):
+        store.copy(["layers.9.mlp_norm.weight"], tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def flip(tensor: Path) -> None:
+    """Flip a bit in the middle of a tensor's only chunk."""
+    [chunk] = [path for path in (tensor / "c").rglob("*") if path.is_file()]
+    raw = bytearray(chunk.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    chunk.write_bytes(raw)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from dask_sdc.cluster.session import Session
@@ -12,7 +12,7 @@ from dask_sdc.inference.ops import RecoveryReport
 from dask_sdc.inference.pipeline.audits import Located
 from dask_sdc.inference.pipeline.candidates import Candidates
 from dask_sdc.inference.pipeline.ops import Ring
-from dask_sdc.inference.pipeline.placement import Candidate, choose_workers
+from dask_sdc.inference.pipeline.placement import Candidate, choose_workers, next_hot
 from dask_sdc.inference.pipeline.routes import Routes
 
 __all__ = ["Crew"]
@@ -21,6 +21,9 @@ logger = logging.getLogger("dask_sdc.inference")
 
 #: Seconds after which a worker that does not answer is not taken as a spare.
 _PING = 1.0
+
+#: Where a worker may have the weights of a stage, the quickest first.
+_KINDS = ("memory", "disk")
 
 #: Seconds in which a spare has to load a stage.
 _LOAD = 300.0
@@ -40,14 +43,20 @@ class Crew:
         The ways to them.
     spares : int
         Workers to keep ready.
+    keep : {"memory", "disk"}
+        Where a spare has the weights: all in memory, or those of one stage and the others on its local disk.
     watch : callable
         ``watch(coroutine)`` runs it in the background until the pipeline is closed.
     """
 
-    def __init__(self, session: Session, routes: Routes, spares: int, watch: Callable[[Any], None]) -> None:
+    def __init__(
+        self, session: Session, routes: Routes, spares: int, keep: str, watch: Callable[[Any], None]
+    ) -> None:
         self._session, self._routes, self._wanted, self._watch = session, routes, spares, watch
+        self._keep = keep
         self._there = Candidates(session, routes)
-        self._prepared: dict[str, set[int]] = {}
+        # Where each worker has the stages that it was asked to have ready.
+        self._prepared: dict[str, dict[int, str]] = {}
         self._tending = False
         self.ring: Ring | None = None
 
@@ -96,7 +105,7 @@ class Crew:
         candidates, taken = await self.candidates(), self._taken()
         free = [
             one
-            for pool in (self._ready(stage, candidates), candidates)
+            for pool in (*self._ready(stage, candidates), candidates)
             for one in choose_workers(pool, len(pool), taken, refused)
         ]
         return await self._first_to_answer(free)
@@ -108,15 +117,15 @@ class Crew:
         """
         candidates = [one for one in await self.candidates() if one.domain not in apart]
         taken = self._taken()
-        order = [
-            *choose_workers(self._ready(stage, candidates), len(candidates), taken),
-            *choose_workers(candidates, len(candidates), taken),
-            *(one for one in candidates if one.address in taken),
-        ]
+        pools = (*self._ready(stage, candidates), candidates)
+        order = [one for pool in pools for one in choose_workers(pool, len(pool), taken)]
+        order += [one for one in candidates if one.address in taken]
         return await self._first_to_answer(order)
 
-    def _ready(self, stage: int, candidates: Iterable[Candidate]) -> list[Candidate]:
-        return [one for one in candidates if stage in self._prepared.get(one.address, ())]
+    def _ready(self, stage: int, candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+        """Return who has a stage in memory, and who has it on the local disk."""
+        where = [self._prepared.get(one.address, {}).get(stage) for one in candidates]
+        return [[one for one, at in zip(candidates, where, strict=True) if at == kind] for kind in _KINDS]
 
     async def _first_to_answer(self, candidates: Iterable[Candidate]) -> str | None:
         for address in dict.fromkeys(one.address for one in candidates):
@@ -146,12 +155,29 @@ class Crew:
     async def _prepare(self, address: str) -> None:
         ring = self.ring
         assert ring is not None
-        ready = self._prepared.setdefault(address, set())
-        for stage, blob in enumerate(ring.blobs):
+        ready = self._prepared.setdefault(address, {})
+        for stage, keep in self._policy(address).items():
             if stage not in ready:
-                loaded = ring.call_at(address, "prepare", number=stage, stage=blob)
+                loaded = ring.call_at(address, "prepare", number=stage, stage=ring.blobs[stage], keep=keep)
                 await asyncio.wait_for(loaded, _LOAD)
-                ready.add(stage)
+                ready[stage] = keep
+
+    def _policy(self, address: str) -> dict[int, str]:
+        """Return where a spare is to have each stage."""
+        assert self.ring is not None
+        if self._keep == "memory":
+            return dict.fromkeys(range(len(self.ring)), "memory")
+        hot = self._hot(address)
+        if hot is None:
+            used = {address, *self._taken()}
+            others = [one for one in self._prepared if one not in used and not self.gone(one)]
+            hot = next_hot(self.ring.sizes, [self._hot(one) for one in others])
+        return {stage: "memory" if stage == hot else "disk" for stage in range(len(self.ring))}
+
+    def _hot(self, address: str) -> int | None:
+        """Return the first stage that a worker has in memory to be ready."""
+        ready = self._prepared.get(address, {})
+        return next((stage for stage, at in ready.items() if at == "memory"), None)
 
     def _whole(self, taken: Collection[str]) -> list[str]:
         """Return the spares that hold every stage."""
@@ -180,7 +206,7 @@ class Crew:
         assert self.ring is not None
         self.ring.shunned.update(report.refused)
         for stage, address in report.placed.items():
-            self._prepared.get(address, set()).discard(stage)
+            self._prepared.get(address, {}).pop(stage, None)
         for address in [address for address in self._prepared if self.gone(address)]:
             del self._prepared[address]
         logger.warning(

@@ -59,6 +59,8 @@ class Ring:
         self.blobs, self.places = tuple(blobs), tuple(places)
         #: Who, beside the stages, may pass messages on between two that cannot reach each other.
         self.relays: tuple[str, ...] = ()
+        #: Bytes that each stage brings into memory.
+        self.sizes: tuple[int, ...] = (0,) * len(self.blobs)
         self.addresses: list[str] = [""] * len(self.blobs)
         #: Workers that lost a stage or were refused; not used again, as they may be frozen or worse.
         self.shunned: set[str] = set()

@@ -105,6 +105,10 @@ class Pipeline:
         First layer of every stage but the head, instead of a split by the measured speed of the workers.
     spares : int
         Workers that are kept ready to take the place of a stage.
+    spare_weights : {"memory", "disk"}
+        Where spares have the weights. Memory: every spare has all stages loaded. Disk: it has one stage
+        loaded, and proved copies of the others on its local disk, which are loaded when needed. Which stage
+        is loaded goes round among the spares, the largest first.
     drafter : Drafter, optional
         Guesses tokens that the stages then verify; no token changes.
     depth : int
@@ -154,6 +158,7 @@ class Pipeline:
         *,
         boundaries: Sequence[int] | None = None,
         spares: int = 1,
+        spare_weights: str = "memory",
         drafter: Drafter | None = None,
         depth: int = 1,
         prefill_chunk: int = 256,
@@ -185,6 +190,8 @@ class Pipeline:
             _check_int("stages", stages, 1)
         if replay not in ("exact", "fast"):
             raise InputError(f"replay: expected 'exact' or 'fast', got {replay!r}")
+        if spare_weights not in ("memory", "disk"):
+            raise InputError(f"spare_weights: expected 'memory' or 'disk', got {spare_weights!r}")
         if kv_bytes is not None:
             _check_int("kv_bytes", kv_bytes, 1)
         self._audit = ShadowAudit(audit_rate) if _check_number("audit_rate", audit_rate) > 0 else None
@@ -213,7 +220,7 @@ class Pipeline:
         self.quarantined: dict[str, str] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._routes = Routes(client.rpc, self._timeout)
-        self._crew = Crew(self._session, self._routes, spares, self._watch)
+        self._crew = Crew(self._session, self._routes, spares, spare_weights, self._watch)
         self._closed = False
         if not client.asynchronous:
             client.sync(self._start)
@@ -231,6 +238,7 @@ class Pipeline:
             for number in range(len(self._parts))
         ]
         ring = Ring(self.name, self._routes, [describe(part) for part in self._parts], places, self.name)
+        ring.sizes = tuple(part.nbytes for part in self._parts)
         ring.relays = tuple(self._session.addresses())
         self._crew.ring = ring
         self.client.subscribe_topic(self.name, self._hear)

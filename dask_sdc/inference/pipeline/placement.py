@@ -9,7 +9,16 @@ from itertools import pairwise
 
 from dask_sdc.exceptions import InputError, NoDomainError
 
-__all__ = ["LABEL", "Candidate", "boundaries_of", "choose_workers", "permitted", "place", "split_evenly"]
+__all__ = [
+    "LABEL",
+    "Candidate",
+    "boundaries_of",
+    "choose_workers",
+    "next_hot",
+    "permitted",
+    "place",
+    "split_evenly",
+]
 
 #: Dask resource by which users say which workers may hold stages, as in ``--resources "SDC-STAGE=1"``.
 LABEL = "SDC-STAGE"
@@ -209,6 +218,22 @@ def choose_workers(
                 chosen.append(one)
                 used.add(one.domain)
     return chosen
+
+
+def next_hot(sizes: Sequence[int], held: Collection[int | None]) -> int:
+    """Return the stage that one more spare should have in memory, if each has one.
+
+    Spares so have the stages round robin, the largest first, as that takes longest to load.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Bytes of each stage.
+    held : collection of int or None
+        The stage that each spare has in memory already.
+    """
+    held = list(held)
+    return min(range(len(sizes)), key=lambda stage: (held.count(stage), -sizes[stage], stage))
 
 
 def expect_workers(chosen: Sequence[Candidate], stages: int) -> None:

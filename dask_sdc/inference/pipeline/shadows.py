@@ -91,6 +91,14 @@ class Shadows:
         if shadow is not None:
             await shadow.run(shadow.host.close_all)
 
+    def release(self, number: int) -> bool:
+        """Forget a stage if it follows no session here; return whether it is not used any more."""
+        shadow = self._shadows.get(number)
+        if shadow is not None and shadow.host.sessions:
+            return False
+        self._shadows.pop(number, None)
+        return True
+
     async def end(self) -> None:
         """Forget everything."""
         self._shadows.clear()

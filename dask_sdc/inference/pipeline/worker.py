@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -25,6 +25,7 @@ from dask_sdc.inference.host import Chunk, Output, SessionSettings, StageHost
 from dask_sdc.inference.journal import ChunkRecord, cut_records
 from dask_sdc.inference.model.kernels import set_threads, threads
 from dask_sdc.inference.pace import decoding_pace
+from dask_sdc.inference.pipeline.copies import Copies
 from dask_sdc.inference.pipeline.lines import Line, pack_chunk, received
 from dask_sdc.inference.pipeline.routes import Routes, packed, piped
 from dask_sdc.inference.pipeline.shadows import Shadows
@@ -36,6 +37,9 @@ __all__ = ["NAME", "StageWorkerPlugin", "pack_record", "unpack_record"]
 
 #: Name of the plugin.
 NAME = "dask_sdc-stages"
+
+#: Folder of local copies of weights, in the worker's own.
+_FOLDER = "sdc-stages"
 
 #: Chunks that wait at a stage, and outputs that wait to be sent on, before whoever sends has to wait.
 _WAITING = 8
@@ -278,6 +282,7 @@ class StageWorkerPlugin(WorkerPlugin):
         # Stages that are loaded and wait for a seat, by pipeline and number.
         self.spares: dict[str, dict[int, Stage]] = {}
         self.shadows: dict[str, Shadows] = {}
+        self.copies = Copies(Path(worker.local_directory) / _FOLDER)
         self._loading: dict[tuple[str, int], asyncio.Future[Stage]] = {}
         worker.handlers.update(self._handlers())
         _use_threads(worker.state.nthreads)
@@ -286,7 +291,7 @@ class StageWorkerPlugin(WorkerPlugin):
         """Leave nothing behind."""
         for name in self._handlers():
             worker.handlers.pop(name, None)
-        for pipeline in {*self.seats, *self.shadows}:
+        for pipeline in {*self.seats, *self.shadows, *self.spares, *self.copies.pipelines}:
             await self.leave(pipeline, forget=True)
         set_threads(None)
 
@@ -358,9 +363,20 @@ class StageWorkerPlugin(WorkerPlugin):
 
     # -- stages ----------------------------------------------------------------------------------
 
-    async def prepare(self, pipeline: str, number: int, stage: bytes) -> str:
-        """Load a stage that may be needed here and return its digest (RPC handler)."""
-        return (await self._loaded(pipeline, number, stage)).digest
+    async def prepare(self, pipeline: str, number: int, stage: bytes, keep: str = "memory") -> None:
+        """Have a stage that may be needed here in memory, or on the local disk (RPC handler)."""
+        if keep == "memory":
+            await self._loaded(pipeline, number, stage)
+        else:
+            await self.copies.keep(pipeline, number, stage)
+            self._release(pipeline)
+
+    def _release(self, pipeline: str) -> None:
+        """Let go of loaded stages that are on the local disk too, unless an audit follows a session."""
+        shadows, ready = self.shadows.get(pipeline), self.spares.get(pipeline, {})
+        for number in [number for number in ready if self.copies.holds(pipeline, number)]:
+            if shadows is None or shadows.release(number):
+                del ready[number]
 
     async def _loaded(self, pipeline: str, number: int, blob: bytes) -> Stage:
         ready = self.spares.setdefault(pipeline, {})
@@ -369,7 +385,9 @@ class StageWorkerPlugin(WorkerPlugin):
         # Whoever asks meanwhile waits for the same.
         key = (pipeline, number)
         if key not in self._loading:
-            self._loading[key] = asyncio.ensure_future(asyncio.to_thread(_load, blob))
+            self._loading[key] = asyncio.ensure_future(
+                asyncio.to_thread(self.copies.load, pipeline, number, blob)
+            )
         try:
             ready[number] = await asyncio.shield(self._loading[key])
         finally:
@@ -385,7 +403,8 @@ class StageWorkerPlugin(WorkerPlugin):
         loaded = await self._loaded(pipeline, where.number, stage)
         if pipeline in self.shadows:
             await self.shadows[pipeline].drop(where.number)
-        del self.spares[pipeline][where.number]
+        self.spares.get(pipeline, {}).pop(where.number, None)
+        self._release(pipeline)
         host = StageHost(
             loaded,
             where.number,
@@ -418,6 +437,7 @@ class StageWorkerPlugin(WorkerPlugin):
             self.shadows.pop(pipeline, None)
             if shadows is not None:
                 await shadows.end()
+            await self.copies.forget(pipeline)
         if seat is not None:
             await seat.close()
 
@@ -545,6 +565,7 @@ class StageWorkerPlugin(WorkerPlugin):
         """Forget what was computed of a session for audits (RPC handler)."""
         if pipeline in self.shadows:
             await self.shadows[pipeline].close(session)
+            self._release(pipeline)
 
     async def refeed_joined(
         self, pipeline: str, session: str, position: int, width: int, sampled_from: int, to: str
@@ -574,9 +595,3 @@ def describe(stage: Stage) -> bytes:
     """Return a stage as it travels to a worker."""
     blob: bytes = cloudpickle.dumps(stage)
     return blob
-
-
-def _load(blob: bytes) -> Stage:
-    stage: Stage = pickle.loads(blob)
-    stage.load()
-    return stage

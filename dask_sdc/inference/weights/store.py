@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,44 @@ class WeightStore:
                 pool.shutdown(cancel_futures=True)
                 raise
         return {name: future.result() for future, name in futures.items()}
+
+    def copy(self, names: Iterable[str], destination: str | os.PathLike[str]) -> WeightStore:
+        """Copy some tensors, one at a time, into a folder.
+
+        What an interrupted copy leaves is never taken for a whole one: its attributes, which are those of
+        this store but for the tokenizer, come last. Each tensor is proved when it is read here, and when it
+        was written there; one that was not copied is missing there when it is read.
+
+        Parameters
+        ----------
+        names : iterable of str
+            Canonical names, such as `tensors_of` gives for a stage.
+        destination : str or path
+            A new or empty folder, or one with an older or interrupted copy, which is replaced.
+
+        Returns
+        -------
+        WeightStore
+            The copy, open, with the digests of this store.
+
+        Raises
+        ------
+        InputError
+            The model has no such tensor, or the folder holds something else.
+        CorruptionError
+            A tensor is missing or damaged here, or was not written as it is.
+        OSError
+            One of the two cannot be reached.
+        """
+        wanted = list(dict.fromkeys(names))
+        for name in wanted:
+            self._entry(name)
+        root = _locate(destination, read_only=False)
+        _claim(root, overwrite=True)
+        for name in wanted:
+            _write_array(root, name, self.read(name))
+        zarr.Group.open(root, zarr_format=3).attrs.put(replace(self._manifest, tokenizer=None).to_dict())
+        return WeightStore.open(destination)
 
     def tokenizer(self) -> bytes | None:
         """Return the proved content of tokenizer.json, or None if the store has none.

@@ -148,6 +148,7 @@ def test_bad_input_is_refused_before_anything_is_sent(store: WeightStore) -> Non
             ({"prefill_chunk": True}, "prefill_chunk"),
             ({"boundaries": [6]}, "boundaries"),
             ({"boundaries": [2], "stages": 3}, "expected 2 stages by boundaries"),
+            ({"spare_weights": "ram"}, "spare_weights: expected 'memory' or 'disk', got 'ram'"),
         ):
             with pytest.raises(InputError, match=message):
                 Pipeline(c, store, **options)
