@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dask_sdc.inference.pipeline.hosting import PipelineState
 from dask_sdc.inference.pipeline.pipeline import Generation, Pipeline
+from dask_sdc.inference.pipeline.remote import RemotePipeline
 
-__all__ = ["Generation", "Pipeline"]
+__all__ = ["Generation", "Pipeline", "PipelineState", "RemotePipeline"]

@@ -53,6 +53,9 @@ __all__ = ["Generation", "Pipeline"]
 
 logger = logging.getLogger("dask_sdc.inference")
 
+#: Settings of a generation.
+SETTINGS = ("temperature", "top_p", "seed", "stop", "resume")
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -85,6 +88,28 @@ class Generation:
     checkpoint: Checkpoint
     receipt: RunReceipt
     audited: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class News:
+    """What a traversal brought.
+
+    Parameters
+    ----------
+    kept : int
+        How many of the fresh tokens that were told before still count.
+    tokens : tuple of int
+        Those behind them.
+    checkpoint : Checkpoint, optional
+        At the beginning: what a later call can go on from.
+    generation : Generation, optional
+        At the end: the result.
+    """
+
+    kept: int
+    tokens: tuple[int, ...]
+    checkpoint: Checkpoint | None = None
+    generation: Generation | None = None
 
 
 class Pipeline:
@@ -369,7 +394,7 @@ class Pipeline:
         GenerationInterrupted
             If a loss cannot be healed; carries the committed tokens and a checkpoint.
         """
-        request = self._request(prompt, max_new_tokens, temperature, top_p, seed, stop, resume)
+        request = self.request(prompt, max_new_tokens, temperature, top_p, seed, stop, resume)
         return self.client.sync(self._generate, request)
 
     def stream(self, prompt: Any, max_new_tokens: int = 64, **settings: Any) -> Any:
@@ -380,11 +405,9 @@ class Pipeline:
         iterator of int
             An asynchronous one with an asynchronous client.
         """
-        names = ("temperature", "top_p", "seed", "stop", "resume")
-        defaults: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "seed": 0, "stop": None, "resume": None}
-        if unknown := set(settings) - set(names):
-            raise InputError(f"expected settings among {list(names)}, got {sorted(unknown)}")
-        request = self._request(prompt, max_new_tokens, **{**defaults, **settings})
+        if unknown := set(settings) - set(SETTINGS):
+            raise InputError(f"expected settings among {list(SETTINGS)}, got {sorted(unknown)}")
+        request = self.request(prompt, max_new_tokens, **settings)
         tokens = self._tokens(request)
         return tokens if self.client.asynchronous else self._synchronous(tokens)
 
@@ -399,23 +422,44 @@ class Pipeline:
             self.client.sync(tokens.aclose)
 
     async def _tokens(self, request: Request) -> AsyncGenerator[int, None]:
-        session, given, began = self._new_session(request), list[int](), len(self._running.recoveries)
-        run = self._running.run(session, self._capacity(request))
+        run = self.follow(request, streamed=True)
         try:
-            async for count in run:
-                fresh = session.fresh[:count]
-                _check_given(session, given, fresh)
-                for token in fresh[len(given) :]:
-                    given.append(token)
+            async for news in run:
+                for token in news.tokens:
                     yield token
-            self._receipt(session, request, began)
         finally:
             await run.aclose()
 
     async def _generate(self, request: Request) -> Generation:
-        session, began = self._new_session(request), len(self._running.recoveries)
-        async for _ in self._running.run(session, self._capacity(request)):
-            pass
+        async for news in self.follow(request, streamed=False):
+            last = news
+        assert last.generation is not None
+        return last.generation
+
+    async def follow(self, request: Request, streamed: bool) -> AsyncGenerator[News, None]:
+        """Run a request; say what is new after every traversal, and at the end give the generation.
+
+        Raises
+        ------
+        GenerationInterrupted
+            If a loss cannot be healed, or ``streamed`` tokens were wrong.
+        """
+        session, given, began = self._new_session(request), tuple[int, ...](), len(self._running.recoveries)
+        run = self._running.run(session, self._capacity(request))
+        yield News(0, (), checkpoint=session.state().checkpoint())
+        try:
+            async for count in run:
+                fresh = session.fresh[:count]
+                if streamed:
+                    _check_given(session, given, fresh)
+                kept = len(given) if given == fresh[: len(given)] else _alike(given, fresh)
+                yield News(kept, fresh[kept:])
+                given = fresh
+            yield News(len(given), (), generation=self._generation(session, request, began))
+        finally:
+            await run.aclose()
+
+    def _generation(self, session: TokenSession, request: Request, began: int) -> Generation:
         ids = session.fresh
         return Generation(
             request.prompt,
@@ -444,16 +488,17 @@ class Pipeline:
         self._write("run", receipt.to_dict())
         return receipt
 
-    def _request(
+    def request(
         self,
         prompt: Any,
         max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        seed: int,
-        stop: Sequence[int] | None,
-        resume: Checkpoint | None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[int] | None = None,
+        resume: Checkpoint | None = None,
     ) -> Request:
+        """Return a request with these settings, checked; see `generate`."""
         if self._closed:
             raise ClosedError("expected an open pipeline, it was closed")
         if isinstance(prompt, str):
@@ -604,6 +649,12 @@ def _check_given(session: TokenSession, given: Sequence[int], fresh: Sequence[in
                 committed=session.committed,
                 checkpoint=session.state().checkpoint(),
             )
+
+
+def _alike(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens two texts begin with alike."""
+    pairs = zip(a, b, strict=False)
+    return next((k for k, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 async def _nothing() -> None:

@@ -1,0 +1,256 @@
+"""A pipeline whose coordinator runs on a worker, near the stages, for a client that is far away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
+from typing import Any
+
+import cloudpickle
+from distributed import Client
+from distributed.comm.core import CommClosedError
+
+from dask_sdc.exceptions import ClosedError, ClusterError, GenerationInterrupted, InputError, InputTypeError
+from dask_sdc.inference.checkpoint import Checkpoint
+from dask_sdc.inference.pipeline.hosting import CoordinatorPlugin, PipelineState
+from dask_sdc.inference.pipeline.pipeline import SETTINGS, Generation, News
+from dask_sdc.inference.pipeline.placement import LABEL
+from dask_sdc.inference.pipeline.routes import Connection, Routes
+from dask_sdc.inference.pipeline.worker import StageWorkerPlugin
+
+__all__ = ["RemotePipeline"]
+
+#: Signs of life that a coordinator gives within its deadline.
+_SIGNS = 4
+
+#: Seconds in which a worker is asked to let go of what a lost coordinator left there.
+_FAREWELL = 2.0
+
+
+class RemotePipeline:
+    """A `Pipeline` whose coordinator is a worker.
+
+    Between two tokens a coordinator waits for the tail and feeds the head; from far away each token would
+    wait for a long link. Tokens come to the client as they are committed.
+
+    Parameters
+    ----------
+    client : Client
+        The cluster; with an asynchronous client every method is a coroutine, and the pipeline an
+        asynchronous context manager.
+    weights : WeightStore, path or URL
+        The model, as of `Pipeline`; the worker must be able to read it too.
+    stages : int or "auto"
+        See `Pipeline`.
+    worker : str, optional
+        Address of the worker that coordinates; by default one that may hold no stage, if there is one.
+    **settings
+        Of `Pipeline`. A ledger is written on the worker.
+
+    Raises
+    ------
+    InputError
+        If there is no such worker, or a setting is wrong.
+    NoDomainError, CorruptionError
+        See `Pipeline`.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        weights: Any,
+        stages: int | str = "auto",
+        *,
+        worker: str | None = None,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(client, Client):
+            raise InputTypeError(f"client: expected a distributed.Client, got {type(client).__name__}")
+        self.client, self.coordinator, self.name = client, worker or "", ""
+        self._blobs = [cloudpickle.dumps(one) for one in (weights, {"stages": stages, **settings})]
+        timeout = settings.get("timeout", 10.0)  # which the pipeline checks
+        self._timeout = float(timeout) if isinstance(timeout, int | float) and timeout > 0 else 10.0
+        self._routes = Routes(client.rpc, self._timeout)
+        self._lost = ""
+        self._closed = False
+        if not client.asynchronous:
+            client.sync(self._start)
+
+    async def _start(self) -> None:
+        await self._choose()
+        for plugin in (StageWorkerPlugin(), CoordinatorPlugin()):
+            await self.client.register_plugin(plugin)
+        weights, settings = self._blobs
+        started = self._routes.call(self.coordinator, "host", weights=weights, settings=settings)
+        try:
+            self.name = await started
+        except CommClosedError as error:
+            raise ClusterError(f"worker {self.coordinator} was lost before it could coordinate") from error
+
+    async def _choose(self) -> None:
+        scheduler: Any = self.client.scheduler
+        workers = (await scheduler.identity())["workers"]
+        if self.coordinator and self.coordinator not in workers:
+            raise InputError(f"worker: expected one of {sorted(workers)}, got {self.coordinator!r}")
+        if not workers:
+            raise InputError("expected a cluster with workers, got one without any")
+        free = [address for address, one in workers.items() if LABEL not in (one.get("resources") or {})]
+        self.coordinator = self.coordinator or sorted(free or workers)[-1]
+
+    # -- generation ------------------------------------------------------------------------------
+
+    def generate(self, prompt: Any, max_new_tokens: int = 64, **settings: Any) -> Any:
+        """Generate tokens; parameters, result and errors as of `Pipeline.generate`.
+
+        Raises
+        ------
+        GenerationInterrupted
+            Also if the coordinator is lost; carries the tokens that came, and a checkpoint from which any
+            pipeline of the model goes on.
+        """
+        return self.client.sync(self._generate, self._request(prompt, max_new_tokens, settings))
+
+    def stream(self, prompt: Any, max_new_tokens: int = 64, **settings: Any) -> Any:
+        """Generate tokens and yield each as it comes; as `Pipeline.stream`."""
+        tokens = self._tokens(self._request(prompt, max_new_tokens, settings))
+        return tokens if self.client.asynchronous else self._synchronous(tokens)
+
+    def _request(self, prompt: Any, max_new_tokens: int, settings: dict[str, Any]) -> bytes:
+        self._check_open()
+        if unknown := set(settings) - set(SETTINGS):
+            raise InputError(f"expected settings among {list(SETTINGS)}, got {sorted(unknown)}")
+        blob: bytes = cloudpickle.dumps({"prompt": prompt, "max_new_tokens": max_new_tokens, **settings})
+        return blob
+
+    def _synchronous(self, tokens: AsyncGenerator[int, None]) -> Iterator[int]:
+        async def following() -> int | None:
+            return await anext(tokens, None)
+
+        try:
+            while (token := self.client.sync(following)) is not None:
+                yield token
+        finally:
+            self.client.sync(tokens.aclose)
+
+    async def _tokens(self, request: bytes) -> AsyncGenerator[int, None]:
+        run = self._follow(request, streamed=True)
+        try:
+            async for news in run:
+                for token in news.tokens:
+                    yield token
+        finally:
+            await run.aclose()
+
+    async def _generate(self, request: bytes) -> Generation:
+        async for news in self._follow(request, streamed=False):
+            last = news
+        assert last.generation is not None
+        return last.generation
+
+    async def _follow(self, request: bytes, streamed: bool) -> AsyncGenerator[News, None]:
+        came, checkpoint = tuple[int, ...](), None
+        try:
+            connection = await self._connected(request, streamed)
+            try:
+                async for news in self._news(connection):
+                    checkpoint = checkpoint or news.checkpoint
+                    came = came[: news.kept] + news.tokens
+                    yield news
+            finally:
+                connection.close()
+        except OSError as error:  # a TimeoutError is one
+            raise await self._given_up(error, came, checkpoint) from error
+
+    async def _connected(self, request: bytes, streamed: bool) -> Connection:
+        sign = self._timeout / _SIGNS
+        asked = self._routes.connect(
+            self.coordinator, "generate", name=self.name, request=request, streamed=streamed, sign=sign
+        )
+        return await asyncio.wait_for(asked, self._timeout)
+
+    async def _news(self, connection: Connection) -> AsyncGenerator[News, None]:
+        while True:
+            one = cloudpickle.loads(await asyncio.wait_for(connection.read(), self._timeout))
+            if isinstance(one, Exception):
+                raise one
+            if one is None:
+                continue  # a sign of life
+            yield one
+            if one.generation is not None:
+                return
+
+    async def _given_up(
+        self, error: OSError, came: tuple[int, ...], checkpoint: Checkpoint | None
+    ) -> GenerationInterrupted:
+        """Let stages go that the lost coordinator left, and return what the call ends with."""
+        self._lost = f"coordinator {self.coordinator} was lost: {type(error).__name__}: {error}"
+        await self._dismiss()
+        if checkpoint is not None:
+            checkpoint = replace(checkpoint, committed=checkpoint.committed + came)
+        committed = came if checkpoint is None else checkpoint.committed
+        return GenerationInterrupted(self._lost, committed=committed, checkpoint=checkpoint)
+
+    async def _dismiss(self) -> None:
+        scheduler: Any = self.client.scheduler
+        workers = (await scheduler.identity())["workers"]
+        calls = [
+            asyncio.wait_for(self._routes.call(address, "leave", pipeline=self.name, forget=True), _FAREWELL)
+            for address in workers
+            if address != self.coordinator
+        ]
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    # -- what happened ---------------------------------------------------------------------------
+
+    def state(self) -> Any:
+        """Ask the coordinator for the state of the pipeline.
+
+        Returns
+        -------
+        PipelineState
+        """
+        self._check_open()
+        return self.client.sync(self._state)
+
+    async def _state(self) -> PipelineState:
+        blob = await self._routes.call(self.coordinator, "state", name=self.name)
+        state: PipelineState = cloudpickle.loads(blob)
+        return state
+
+    def _check_open(self) -> None:
+        if self._closed or self._lost:
+            raise ClosedError(f"expected an open pipeline, got one whose {self._lost or 'end was asked for'}")
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def close(self) -> Any:
+        """Give up the stages; may be called again. The client stays open."""
+        return self.client.sync(self._stop)
+
+    async def _stop(self) -> None:
+        if self._closed or self.client.status != "running":
+            return
+        self._closed = True
+        if self.name and not self._lost:
+            await self._routes.call(self.coordinator, "unhost", name=self.name)
+
+    def __enter__(self) -> RemotePipeline:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    async def _opened(self) -> RemotePipeline:
+        if not self.name:
+            await self._start()
+        return self
+
+    def __await__(self) -> Any:
+        return self._opened().__await__()
+
+    async def __aenter__(self) -> RemotePipeline:
+        return await self._opened()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
