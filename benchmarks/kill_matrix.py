@@ -82,7 +82,7 @@ def pipeline(client: Client, path: Path, case: Case) -> Iterator[Pipeline]:
 def complete(client: Client) -> None:
     """Wait until all workers are back; a nanny whose worker died while it started gives it up."""
     try:
-        client.wait_for_workers(WORKERS, timeout=30)
+        client.wait_for_workers(WORKERS, timeout=120)
     except TimeoutError:
         missing = WORKERS - len(client.scheduler_info(n_workers=-1)["workers"])
         client.cluster.scale(len(client.cluster.worker_spec) + missing)

@@ -30,7 +30,7 @@ class StageReport:
     epoch : int
         The epoch that it lives in.
     detail : str
-        Anything for people.
+        Why it cannot go on, or does not answer; empty if it can.
     """
 
     stage: int
@@ -109,7 +109,8 @@ def locate_failure(
     """Say which stages are at fault, once it is known that something is wrong.
 
     Stages that do not answer, or live in an older epoch than others, are named, all of them. If there are
-    none, the oldest chunk that did not come back is looked for: at the first stage that did not send it on.
+    none and a chunk did not come back, those are that say what they could not do. If nobody says so, the
+    oldest chunk that did not come back is looked for: at the first stage that did not send it on.
     That stage is frozen if it received the chunk; else the chunk was lost before it, a gap. (Chunks of
     stages before and behind it say nothing: those wait for it. While a stage is silent nothing can be said
     of chunks either, for what stages on both sides hold may have been on its way.)
@@ -138,9 +139,7 @@ def locate_failure(
     reports = sorted(reports, key=lambda report: report.stage)
     if [report.stage for report in reports] != list(range(len(reports))) or not reports:
         raise InputError(f"expected one report per stage, got stages {[r.stage for r in reports]}")
-    losses = _silent(reports, epoch)
-    if not losses:
-        losses = _stuck(reports, fed, returned)
+    losses = _silent(reports, epoch) or _stuck(reports, fed, returned)
     return Failure(tuple(losses)) if losses else None
 
 
@@ -162,6 +161,9 @@ def _stuck(reports: Sequence[StageReport], fed: int | None, returned: int | None
     chunk = 1 + (reports[-1].forwarded if returned is None else returned)
     if chunk > sent:
         return []
+    if told := [report for report in reports if report.detail]:
+        # The chunks of others may just be on their way.
+        return [Loss(report.stage, LossKind.FROZEN, report.forwarded + 1, report.detail) for report in told]
     holder = next((report for report in reports if report.forwarded < chunk), None)
     if holder is None:
         return [Loss(reports[-1].stage, LossKind.UNRETURNED, chunk, reports[-1].detail)]

@@ -202,7 +202,8 @@ class Ops(RecoveryOps):
         found = []
         for stage in range(self.s.n):
             w = self.s.worker(stage)
-            found.append(StageReport(stage, w.alive, w.received, w.forwarded, w.fence.epoch, w.name))
+            detail = "" if w.alive else f"{w.name} does not answer"
+            found.append(StageReport(stage, w.alive, w.received, w.forwarded, w.fence.epoch, detail))
         return found
 
     async def choose_spare(self, stage: int, refused: Collection[str]) -> str | None:

@@ -164,6 +164,18 @@ def test_without_the_coordinators_numbers_the_ends_are_taken() -> None:
     assert frozen is not None and (frozen.first.stage, frozen.first.kind) == (0, LossKind.FROZEN)
 
 
+def test_who_says_what_it_could_not_do_is_named_and_not_who_has_an_older_chunk() -> None:
+    reports = [
+        StageReport(0, True, 2, 1, detail="failed at chunk 2"),
+        StageReport(1, True, 1, 0),  # still computes chunk 1
+        StageReport(2, True, 0, 0),
+    ]
+    failure = locate_failure(reports, fed=2, returned=-1)  # the answer to chunk 0 is on its way
+    assert failure is not None
+    assert str(failure) == "stage 0 frozen at chunk 2: failed at chunk 2"
+    assert locate_failure(reports, fed=0, returned=0) is None  # nothing is outstanding that anybody waits for
+
+
 def test_several_silent_stages_are_all_named() -> None:
     reports = [
         StageReport(3, True, epoch=1),
