@@ -100,12 +100,15 @@ class CoordinatorPlugin(WorkerPlugin):
                 await comm.write(cloudpickle.dumps(one))
                 if _is_last(one):
                     break
+            # Whoever asked hangs up after the last message; nobody else may read from here afterwards.
+            await asyncio.wait([gone], timeout=sign)
         except OSError:
             pass  # whoever asked is gone
         finally:
             running.cancel()
             gone.cancel()
             await asyncio.gather(running, gone, return_exceptions=True)
+            comm.abort()
         return Status.dont_reply
 
     async def state(self, name: str) -> bytes:

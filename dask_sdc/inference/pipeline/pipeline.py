@@ -512,6 +512,8 @@ class Pipeline:
             )
         _check_int("max_new_tokens", max_new_tokens, 1)
         _check_int("seed", seed, 0)
+        if seed >= 2**64:
+            raise InputError(f"seed: expected an int below 2**64, got {seed}")
         _check_number("temperature", temperature)
         if _check_number("top_p", top_p) == 0 or top_p > 1:
             raise InputError(f"top_p: expected a number in (0, 1], got {top_p!r}")

@@ -68,7 +68,7 @@ class RemotePipeline:
         if not isinstance(client, Client):
             raise InputTypeError(f"client: expected a distributed.Client, got {type(client).__name__}")
         self.client, self.coordinator, self.name = client, worker or "", ""
-        self._blobs = [cloudpickle.dumps(one) for one in (weights, {"stages": stages, **settings})]
+        self._blobs = [_packed("weights", weights), _packed("settings", {"stages": stages, **settings})]
         timeout = settings.get("timeout", 10.0)  # which the pipeline checks
         self._timeout = float(timeout) if isinstance(timeout, int | float) and timeout > 0 else 10.0
         self._routes = Routes(client.rpc, self._timeout)
@@ -120,8 +120,7 @@ class RemotePipeline:
         self._check_open()
         if unknown := set(settings) - set(SETTINGS):
             raise InputError(f"expected settings among {list(SETTINGS)}, got {sorted(unknown)}")
-        blob: bytes = cloudpickle.dumps({"prompt": prompt, "max_new_tokens": max_new_tokens, **settings})
-        return blob
+        return _packed("request", {"prompt": prompt, "max_new_tokens": max_new_tokens, **settings})
 
     def _synchronous(self, tokens: AsyncGenerator[int, None]) -> Iterator[int]:
         async def following() -> int | None:
@@ -183,13 +182,18 @@ class RemotePipeline:
     async def _given_up(
         self, error: OSError, came: tuple[int, ...], checkpoint: Checkpoint | None
     ) -> GenerationInterrupted:
-        """Let stages go that the lost coordinator left, and return what the call ends with."""
-        self._lost = f"coordinator {self.coordinator} was lost: {type(error).__name__}: {error}"
-        await self._dismiss()
+        """Return what a call ends with whose coordinator was lost."""
+        await self._lose(error)
         if checkpoint is not None:
             checkpoint = replace(checkpoint, committed=checkpoint.committed + came)
         committed = came if checkpoint is None else checkpoint.committed
         return GenerationInterrupted(self._lost, committed=committed, checkpoint=checkpoint)
+
+    async def _lose(self, error: OSError) -> None:
+        """Note that the coordinator is lost, and let the stages go that it left."""
+        why = str(error) or f"no sign of life within {self._timeout:g} s"
+        self._lost = f"coordinator {self.coordinator} was lost: {type(error).__name__}: {why}"
+        await self._dismiss()
 
     async def _dismiss(self) -> None:
         scheduler: Any = self.client.scheduler
@@ -209,13 +213,22 @@ class RemotePipeline:
         Returns
         -------
         PipelineState
+
+        Raises
+        ------
+        ClusterError
+            If it does not answer; it is lost then.
         """
         self._check_open()
         return self.client.sync(self._state)
 
     async def _state(self) -> PipelineState:
-        blob = await self._routes.call(self.coordinator, "state", name=self.name)
-        state: PipelineState = cloudpickle.loads(blob)
+        asked = self._routes.call(self.coordinator, "state", name=self.name)
+        try:
+            state: PipelineState = cloudpickle.loads(await asyncio.wait_for(asked, self._timeout))
+        except OSError as error:
+            await self._lose(error)
+            raise ClusterError(self._lost) from error
         return state
 
     def _check_open(self) -> None:
@@ -232,8 +245,14 @@ class RemotePipeline:
         if self._closed or self.client.status != "running":
             return
         self._closed = True
-        if self.name and not self._lost:
-            await self._routes.call(self.coordinator, "unhost", name=self.name)
+        if not self.name:
+            return
+        # Also if it is lost: one that was frozen may be there again.
+        ended = self._routes.call(self.coordinator, "unhost", name=self.name)
+        try:
+            await asyncio.wait_for(ended, _FAREWELL if self._lost else 2 * self._timeout)
+        except OSError:
+            await self._dismiss()
 
     def __enter__(self) -> RemotePipeline:
         return self
@@ -254,3 +273,11 @@ class RemotePipeline:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
+
+
+def _packed(name: str, value: Any) -> bytes:
+    try:
+        blob: bytes = cloudpickle.dumps(value)
+    except Exception as error:
+        raise InputTypeError(f"{name}: expected what can be pickled, got {error}") from error
+    return blob

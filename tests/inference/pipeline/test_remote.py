@@ -5,16 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client, Scheduler, Worker
+from distributed import Client, LocalCluster, Scheduler, Worker
 from distributed.utils_test import gen_cluster
 
-from dask_sdc.exceptions import ClosedError, GenerationInterrupted, InputError, NoDomainError
+from dask_sdc.exceptions import (
+    ClosedError,
+    ClusterError,
+    GenerationInterrupted,
+    InputError,
+    InputTypeError,
+    NoDomainError,
+)
 from dask_sdc.inference.pipeline import Pipeline, RemotePipeline
 from dask_sdc.inference.pipeline.placement import LABEL
 from dask_sdc.inference.session import LossKind
@@ -110,6 +118,10 @@ def test_bad_input_is_named_before_any_work(store: WeightStore) -> None:
                 await remote.generate(PROMPT, 4, beams=2)
             with pytest.raises(InputError, match="max_new_tokens: expected an int"):
                 await remote.generate(PROMPT, 0)
+            with pytest.raises(InputError, match=r"seed: expected an int below 2\*\*64"):
+                await remote.generate(PROMPT, 4, seed=2**64)
+            with pytest.raises(InputTypeError, match="request: expected what can be pickled"):
+                await remote.generate(PROMPT, 4, stop=threading.Lock())
             assert (await remote.generate(PROMPT, 4)).ids == generated(store, PROMPT, 4)
         assert not any(left_over(worker) for worker in workers)
 
@@ -128,3 +140,29 @@ def test_an_unlabelled_worker_coordinates_where_stages_have_labels(store: Weight
             assert tuple(ids) == generated(store, PROMPT, 8)
 
     run()
+
+
+def test_workers_in_this_process_coordinate_too(store: WeightStore) -> None:
+    options = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": ":0", "processes": False}
+    with (
+        LocalCluster(**options) as cluster,
+        Client(cluster) as client,
+        RemotePipeline(client, store, stages=2, spares=0) as remote,
+    ):
+        for _ in range(2):
+            assert remote.generate(PROMPT, 6).ids == generated(store, PROMPT, 6)
+
+
+@pytest.mark.slow
+def test_an_idle_coordinator_that_dies_is_noticed_and_leaves_nothing(
+    fresh_cluster: Callable[[int], Client], folder: Path
+) -> None:
+    client = fresh_cluster(4)
+    remote = RemotePipeline(client, str(folder), stages=2, spares=1, timeout=3.0)
+    os.kill(pid_of(client, remote.coordinator), signal.SIGKILL)
+    with pytest.raises(ClusterError, match=r"coordinator .* was lost"):
+        remote.state()
+    remote.close()
+    while remote.coordinator in client.scheduler_info(n_workers=-1)["workers"]:
+        time.sleep(0.05)  # the test's time limit ends it
+    assert not any(client.run(left_over).values())
