@@ -166,9 +166,9 @@ def _stuck(reports: Sequence[StageReport], fed: int | None, returned: int | None
         return [Loss(report.stage, LossKind.FROZEN, report.forwarded + 1, report.detail) for report in told]
     holder = next((report for report in reports if report.forwarded < chunk), None)
     if holder is None:
-        return [Loss(reports[-1].stage, LossKind.UNRETURNED, chunk, reports[-1].detail)]
+        return [Loss(reports[-1].stage, LossKind.UNRETURNED, chunk)]
     kind = LossKind.FROZEN if holder.received >= chunk else LossKind.GAP
-    return [Loss(holder.stage, kind, chunk, holder.detail)]
+    return [Loss(holder.stage, kind, chunk)]
 
 
 class EpochFence:

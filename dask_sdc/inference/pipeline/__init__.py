@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dask_sdc.inference.pipeline.hosting import PipelineState
-from dask_sdc.inference.pipeline.pipeline import Generation, Pipeline
+from dask_sdc.inference.pipeline.pipeline import Pipeline
 from dask_sdc.inference.pipeline.remote import RemotePipeline
+from dask_sdc.inference.pipeline.streams import Generation
 
 __all__ = ["Generation", "Pipeline", "PipelineState", "RemotePipeline"]

@@ -15,7 +15,8 @@ from distributed.comm.core import Comm
 from dask_sdc.evidence.receipts import SDCAuditReceipt
 from dask_sdc.exceptions import ClosedError
 from dask_sdc.inference.heal import RecoveryReport
-from dask_sdc.inference.pipeline.pipeline import News, Pipeline
+from dask_sdc.inference.pipeline.pipeline import Pipeline
+from dask_sdc.inference.pipeline.streams import News
 
 __all__ = ["CoordinatorPlugin", "PipelineState"]
 

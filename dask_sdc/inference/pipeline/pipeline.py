@@ -6,8 +6,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -41,75 +40,25 @@ from dask_sdc.inference.pipeline.placement import (
 )
 from dask_sdc.inference.pipeline.routes import Routes
 from dask_sdc.inference.pipeline.session import Request, TokenSession
+from dask_sdc.inference.pipeline.streams import (
+    Generation,
+    News,
+    check_settings,
+    last_of,
+    synchronous,
+    tokens_of,
+)
 from dask_sdc.inference.pipeline.worker import Place, StageWorkerPlugin, describe
 from dask_sdc.inference.receipts import RunReceipt, ids_digest
 from dask_sdc.inference.shadow import ShadowAudit
-from dask_sdc.inference.speculative import Drafter, DraftStatistics
+from dask_sdc.inference.speculative import Drafter
 from dask_sdc.inference.stage import TransformerStage
 from dask_sdc.inference.weights.store import WeightStore
 from dask_sdc.inference.weights.tokenizer import Tokenizer
 
-__all__ = ["Generation", "Pipeline"]
+__all__ = ["Pipeline"]
 
 logger = logging.getLogger("dask_sdc.inference")
-
-#: Settings of a generation.
-SETTINGS = ("temperature", "top_p", "seed", "stop", "resume")
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What a generation gave.
-
-    Parameters
-    ----------
-    prompt, ids : tuple of int
-        Ids of the prompt, and the generated ones.
-    text : str or None
-        The generated text, if there is a tokenizer.
-    stopped : bool
-        Whether a stop token ended it.
-    statistics : DraftStatistics
-        Of the speculation.
-    checkpoint : Checkpoint
-        From which a later call can go on.
-    receipt : RunReceipt
-        Which model gave these tokens, through which stages, and what was healed; see
-        `dask_sdc.inference.receipts.verify`.
-    audited : tuple of int
-        Per stage the position up to which its work was computed once more, and agreed; empty without audits.
-    """
-
-    prompt: tuple[int, ...]
-    ids: tuple[int, ...]
-    text: str | None
-    stopped: bool
-    statistics: DraftStatistics
-    checkpoint: Checkpoint
-    receipt: RunReceipt
-    audited: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class News:
-    """What a traversal brought.
-
-    Parameters
-    ----------
-    kept : int
-        How many of the fresh tokens that were told before still count.
-    tokens : tuple of int
-        Those behind them.
-    checkpoint : Checkpoint, optional
-        At the beginning: what a later call can go on from.
-    generation : Generation, optional
-        At the end: the result.
-    """
-
-    kept: int
-    tokens: tuple[int, ...]
-    checkpoint: Checkpoint | None = None
-    generation: Generation | None = None
 
 
 class Pipeline:
@@ -395,7 +344,7 @@ class Pipeline:
             If a loss cannot be healed; carries the committed tokens and a checkpoint.
         """
         request = self.request(prompt, max_new_tokens, temperature, top_p, seed, stop, resume)
-        return self.client.sync(self._generate, request)
+        return self.client.sync(last_of, self.follow(request, streamed=False))
 
     def stream(self, prompt: Any, max_new_tokens: int = 64, **settings: Any) -> Any:
         """Generate tokens and yield each id as it is committed; parameters as of `generate`.
@@ -405,36 +354,10 @@ class Pipeline:
         iterator of int
             An asynchronous one with an asynchronous client.
         """
-        if unknown := set(settings) - set(SETTINGS):
-            raise InputError(f"expected settings among {list(SETTINGS)}, got {sorted(unknown)}")
+        check_settings(settings)
         request = self.request(prompt, max_new_tokens, **settings)
-        tokens = self._tokens(request)
-        return tokens if self.client.asynchronous else self._synchronous(tokens)
-
-    def _synchronous(self, tokens: AsyncGenerator[int, None]) -> Iterator[int]:
-        async def following() -> int | None:
-            return await anext(tokens, None)
-
-        try:
-            while (token := self.client.sync(following)) is not None:
-                yield token
-        finally:
-            self.client.sync(tokens.aclose)
-
-    async def _tokens(self, request: Request) -> AsyncGenerator[int, None]:
-        run = self.follow(request, streamed=True)
-        try:
-            async for news in run:
-                for token in news.tokens:
-                    yield token
-        finally:
-            await run.aclose()
-
-    async def _generate(self, request: Request) -> Generation:
-        async for news in self.follow(request, streamed=False):
-            last = news
-        assert last.generation is not None
-        return last.generation
+        tokens = tokens_of(self.follow(request, streamed=True))
+        return tokens if self.client.asynchronous else synchronous(self.client, tokens)
 
     async def follow(self, request: Request, streamed: bool) -> AsyncGenerator[News, None]:
         """Run a request; say what is new after every traversal, and at the end give the generation.

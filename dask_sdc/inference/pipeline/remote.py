@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,9 @@ from distributed.comm.core import CommClosedError
 from dask_sdc.exceptions import ClosedError, ClusterError, GenerationInterrupted, InputError, InputTypeError
 from dask_sdc.inference.checkpoint import Checkpoint
 from dask_sdc.inference.pipeline.hosting import CoordinatorPlugin, PipelineState
-from dask_sdc.inference.pipeline.pipeline import SETTINGS, Generation, News
 from dask_sdc.inference.pipeline.placement import LABEL
 from dask_sdc.inference.pipeline.routes import Connection, Routes
+from dask_sdc.inference.pipeline.streams import News, check_settings, last_of, synchronous, tokens_of
 from dask_sdc.inference.pipeline.worker import StageWorkerPlugin
 
 __all__ = ["RemotePipeline"]
@@ -109,43 +109,19 @@ class RemotePipeline:
             Also if the coordinator is lost; carries the tokens that came, and a checkpoint from which any
             pipeline of the model goes on.
         """
-        return self.client.sync(self._generate, self._request(prompt, max_new_tokens, settings))
+        request = self._request(prompt, max_new_tokens, settings)
+        return self.client.sync(last_of, self._follow(request, streamed=False))
 
     def stream(self, prompt: Any, max_new_tokens: int = 64, **settings: Any) -> Any:
         """Generate tokens and yield each as it comes; as `Pipeline.stream`."""
-        tokens = self._tokens(self._request(prompt, max_new_tokens, settings))
-        return tokens if self.client.asynchronous else self._synchronous(tokens)
+        request = self._request(prompt, max_new_tokens, settings)
+        tokens = tokens_of(self._follow(request, streamed=True))
+        return tokens if self.client.asynchronous else synchronous(self.client, tokens)
 
     def _request(self, prompt: Any, max_new_tokens: int, settings: dict[str, Any]) -> bytes:
         self._check_open()
-        if unknown := set(settings) - set(SETTINGS):
-            raise InputError(f"expected settings among {list(SETTINGS)}, got {sorted(unknown)}")
+        check_settings(settings)
         return _packed("request", {"prompt": prompt, "max_new_tokens": max_new_tokens, **settings})
-
-    def _synchronous(self, tokens: AsyncGenerator[int, None]) -> Iterator[int]:
-        async def following() -> int | None:
-            return await anext(tokens, None)
-
-        try:
-            while (token := self.client.sync(following)) is not None:
-                yield token
-        finally:
-            self.client.sync(tokens.aclose)
-
-    async def _tokens(self, request: bytes) -> AsyncGenerator[int, None]:
-        run = self._follow(request, streamed=True)
-        try:
-            async for news in run:
-                for token in news.tokens:
-                    yield token
-        finally:
-            await run.aclose()
-
-    async def _generate(self, request: bytes) -> Generation:
-        async for news in self._follow(request, streamed=False):
-            last = news
-        assert last.generation is not None
-        return last.generation
 
     async def _follow(self, request: bytes, streamed: bool) -> AsyncGenerator[News, None]:
         came, checkpoint = tuple[int, ...](), None

@@ -1,0 +1,110 @@
+"""What both kinds of pipelines make of a generation on its way: tokens one by one, or the whole."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection, Iterator
+from dataclasses import dataclass
+
+from distributed import Client
+
+from dask_sdc.exceptions import InputError
+from dask_sdc.inference.checkpoint import Checkpoint
+from dask_sdc.inference.receipts import RunReceipt
+from dask_sdc.inference.speculative import DraftStatistics
+
+__all__ = ["Generation", "News", "check_settings", "last_of", "synchronous", "tokens_of"]
+
+#: Settings of a generation.
+_SETTINGS = ("temperature", "top_p", "seed", "stop", "resume")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a generation gave.
+
+    Parameters
+    ----------
+    prompt, ids : tuple of int
+        Ids of the prompt, and the generated ones.
+    text : str or None
+        The generated text, if there is a tokenizer.
+    stopped : bool
+        Whether a stop token ended it.
+    statistics : DraftStatistics
+        Of the speculation.
+    checkpoint : Checkpoint
+        From which a later call can go on.
+    receipt : RunReceipt
+        Which model gave these tokens, through which stages, and what was healed; see
+        `dask_sdc.inference.receipts.verify`.
+    audited : tuple of int
+        Per stage the position up to which its work was computed once more, and agreed; empty without audits.
+    """
+
+    prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+    text: str | None
+    stopped: bool
+    statistics: DraftStatistics
+    checkpoint: Checkpoint
+    receipt: RunReceipt
+    audited: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class News:
+    """What a traversal brought.
+
+    Parameters
+    ----------
+    kept : int
+        How many of the fresh tokens that were told before still count.
+    tokens : tuple of int
+        Those behind them.
+    checkpoint : Checkpoint, optional
+        At the beginning: what a later call can go on from.
+    generation : Generation, optional
+        At the end: the result.
+    """
+
+    kept: int
+    tokens: tuple[int, ...]
+    checkpoint: Checkpoint | None = None
+    generation: Generation | None = None
+
+
+def check_settings(settings: Collection[str]) -> None:
+    """Refuse names that are no settings of a generation."""
+    if unknown := set(settings) - set(_SETTINGS):
+        raise InputError(f"expected settings among {list(_SETTINGS)}, got {sorted(unknown)}")
+
+
+async def tokens_of(run: AsyncGenerator[News, None]) -> AsyncGenerator[int, None]:
+    """Yield the tokens of a generation as they come."""
+    try:
+        async for news in run:
+            for token in news.tokens:
+                yield token
+    finally:
+        await run.aclose()
+
+
+async def last_of(run: AsyncGenerator[News, None]) -> Generation:
+    """Return what a generation ends with."""
+    async for news in run:
+        last = news
+    assert last.generation is not None
+    return last.generation
+
+
+def synchronous(client: Client, tokens: AsyncGenerator[int, None]) -> Iterator[int]:
+    """Yield the tokens of an asynchronous generator in this thread."""
+
+    async def following() -> int | None:
+        return await anext(tokens, None)
+
+    try:
+        while (token := client.sync(following)) is not None:
+            yield token
+    finally:
+        client.sync(tokens.aclose)
