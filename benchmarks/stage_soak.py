@@ -179,9 +179,11 @@ async def eventually(condition: Any, what: str) -> None:
 
 
 def left_over(name: str, dask_worker: Any) -> int:
-    """Return the sessions and answers that a worker's stage still holds."""
+    """Return the sessions and messages that a worker's stage still holds."""
     seat = dask_worker.plugins["dask_sdc-stages"].seats.get(name)
-    return 0 if seat is None else len(seat.host.sessions) + len(seat._answers)
+    if seat is None:
+        return 0
+    return len(seat.host.sessions) + seat._inbox.qsize() + seat._outbox.qsize()
 
 
 async def soak(bench: Bench, folder: str) -> None:
