@@ -15,6 +15,7 @@ from dask_sdc.inference.host import StageHost
 from dask_sdc.inference.journal import ChunkRecord
 from dask_sdc.inference.model import ModelConfig
 from dask_sdc.inference.ops import RecoveryOps
+from dask_sdc.inference.pipeline.fed import Returned
 from dask_sdc.inference.pipeline.ops import fed_joined
 from dask_sdc.inference.pipeline.session import Request, TokenSession
 from dask_sdc.inference.session import SessionState, StageReport
@@ -104,7 +105,7 @@ class Local(RecoveryOps):
             output = host.step(chunk)
             if output.array is not None:
                 chunk = replace(chunk, array=output.array, digest=output.record.digest)
-        session.returned(output.record)
+        session.returned(Returned(output.record, None))
 
     def forget(self, name: str) -> None:
         """Close a session."""
@@ -154,9 +155,9 @@ class Local(RecoveryOps):
         """Open a session anew."""
         self.hosts[stage].open(session.session, self._settings(session.session))
 
-    async def truncate(self, stage: int, session: str, position: int) -> None:
+    async def truncate(self, stage: int, session: str, position: int) -> bool:
         """Cut a session."""
-        self.hosts[stage].truncate(session, position)
+        return self.hosts[stage].truncate(session, position)
 
     async def digests(self, stage: int, session: str) -> Sequence[ChunkRecord]:
         """Return the log of a stage."""

@@ -167,7 +167,7 @@ class GenerationInterrupted(StageError):
     message : str
         What was expected and what came.
     committed : sequence of int, optional
-        Tokens that were handed out.
+        Tokens that were handed out; for a model that makes arrays, those that were not handed out yet.
     checkpoint : dask_sdc.inference.Checkpoint, optional
         What a later call resumes from; may hold fewer tokens than were handed out, where the
         last ones could not be proved.
@@ -175,11 +175,11 @@ class GenerationInterrupted(StageError):
         As `StageError`.
     """
 
-    committed: tuple[int, ...]
+    committed: tuple[Any, ...]
     checkpoint: Any
 
     def __init__(
-        self, message: str = "", *, committed: Iterable[int] = (), checkpoint: Any = None, **fields: Any
+        self, message: str = "", *, committed: Iterable[Any] = (), checkpoint: Any = None, **fields: Any
     ) -> None:
         super().__init__(message, committed=tuple(committed), checkpoint=checkpoint, **fields)
 

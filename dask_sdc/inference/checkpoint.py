@@ -62,6 +62,9 @@ class Checkpoint:
         Digests of the weights and of the tokenizer, in hex; empty where there is none.
     boundaries : tuple of int
         First layer of every stage but the head. Another partition may resume.
+    chunks : tuple of tuple of (int, str, str)
+        For a model that is not fed tokens: per chunk its positions, and the digests of what was fed and of
+        what came of it, in hex.
     """
 
     prompt: tuple[int, ...]
@@ -70,11 +73,13 @@ class Checkpoint:
     model_digest: str = ""
     tokenizer_digest: str = ""
     boundaries: tuple[int, ...] = ()
+    chunks: tuple[tuple[int, str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("prompt", "committed", "boundaries"):
             object.__setattr__(self, name, token_ids(getattr(self, name), name))
         object.__setattr__(self, "settings", dict(self.settings))
+        object.__setattr__(self, "chunks", tuple(tuple(chunk) for chunk in self.chunks))
 
     def _payload(self) -> bytes:
         return encode({item.name: getattr(self, item.name) for item in fields(self)})

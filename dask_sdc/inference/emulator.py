@@ -196,7 +196,8 @@ class LinearEmulatorStage(Stage):
     """
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self._arrays = dict(arrays)
+        # In one memory layout, on which the bits of products depend.
+        self._arrays: dict[str, Array] = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         self._digest = self._computed()
 
     def _computed(self) -> str:
@@ -312,4 +313,5 @@ class DecodeStage(LinearEmulatorStage):
     def _one(self, x: Array, state: EmulatorState, position: int) -> Array:
         anomaly = x @ self._arrays["components"] / self._arrays["scale"]
         lat, lon = (int(size) for size in self._arrays["shape"])
-        return (anomaly + self._phase(position + 1)).reshape(len(x), lat, lon)
+        fields: Array = (anomaly + self._phase(position + 1)).reshape(len(x), lat, lon)
+        return fields

@@ -372,7 +372,9 @@ class _Recovery:
 
     async def cut(self, stage: int, session: SessionState) -> None:
         name = session.session
-        await self.call("truncate", self.ops.truncate(stage, name, session.position), stage, name)
+        cut = await self.call("truncate", self.ops.truncate(stage, name, session.position), stage, name)
+        if not cut:
+            self.unproved.setdefault(stage, set()).add(name)
 
     def has_lost(self, stage: int, session: SessionState) -> bool:
         return session.session in self.unproved.get(stage, ())

@@ -221,7 +221,7 @@ class StageHost:
         """
         held = self._find(chunk.session)
         if held.tree is not None or chunk.position < held.log.position:
-            self.truncate(chunk.session, chunk.position, chunk.settled)
+            self._cut(chunk.session, chunk.position, chunk.settled)
         self._log_input(held, chunk)
         if chunk.parents:
             return self._grown(held, chunk)
@@ -297,7 +297,7 @@ class StageHost:
                 chunk, count = group[0]
                 records.append(self.step(chunk).record)
                 if count < chunk.width:
-                    self.truncate(chunk.session, chunk.position + count)
+                    self._cut(chunk.session, chunk.position + count)
                     records[-1] = records[-1].cut(chunk.position + count) or records[-1]
             else:
                 records += self._together([chunk for chunk, _ in group])
@@ -369,7 +369,7 @@ class StageHost:
 
     # -- what healing needs ----------------------------------------------------------------------
 
-    def truncate(self, session: str, position: int, settled: Sequence[int] = ()) -> None:
+    def truncate(self, session: str, position: int, settled: Sequence[int] = ()) -> bool:
         """Forget everything of a session from a position on.
 
         Parameters
@@ -381,6 +381,11 @@ class StageHost:
         settled : sequence of int, optional
             If a tree of drafts ended there: its rows that count, for a stage that was not told yet.
 
+        Returns
+        -------
+        bool
+            False if the stage cannot take back positions: the session is empty now, and to be fed again.
+
         Raises
         ------
         StageError
@@ -388,7 +393,7 @@ class StageHost:
         """
         held = self._held.get(session)
         if held is None and position == 0:
-            return
+            return True
         self.settle(session, position, settled)
         held = self._find(session)
         held.tree = None
@@ -397,7 +402,20 @@ class StageHost:
         if held.journal is not None:
             held.journal.truncate(position)
         if self.stage.position(held.state) > position:
-            self.stage.truncate(held.state, position)
+            try:
+                self.stage.truncate(held.state, position)
+            except InputError:
+                self.open(session, held.settings)
+                return False
+        return True
+
+    def _cut(self, session: str, position: int, settled: Sequence[int] = ()) -> None:
+        """Forget positions that were speculated, of a stage that can take them back."""
+        if not self.truncate(session, position, settled):
+            message = (
+                f"stage {self.number}: expected to take back positions from {position} on, but it cannot"
+            )
+            raise StageError(message, stage=self.number, session=session)
 
     def settle(self, session: str, position: int, rows: Sequence[int]) -> None:
         """Keep the rows that count of a tree of drafts that ended at a position, if that is not done yet."""

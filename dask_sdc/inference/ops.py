@@ -53,11 +53,13 @@ class RecoveryOps(ABC):
         """Give a session a new, empty state on a stage: no position, no journal, no log of inputs."""
 
     @abstractmethod
-    async def truncate(self, stage: int, session: str, position: int) -> None:
+    async def truncate(self, stage: int, session: str, position: int) -> bool:
         """Let a survivor forget everything of a session from a position on.
 
-        State, journal of outputs and log of inputs. Raises if the stage does not reach so far: then it
-        has lost something. Position 0 of a session that it does not know is as good as an empty one.
+        State, journal of outputs and log of inputs. Returns False if the stage cannot take back positions
+        and has given the session an empty state instead, to be fed again. Raises if the stage does not
+        reach so far: then it has lost something. Position 0 of a session that it does not know is as good
+        as an empty one.
         """
 
     @abstractmethod

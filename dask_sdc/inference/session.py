@@ -362,6 +362,7 @@ class SessionState:
     def checkpoint(self, position: int | None = None) -> Checkpoint:
         """Return what a later call resumes from, at the end or at an earlier position."""
         n = len(self.committed) if position is None else self.proved_tokens(position)
+        chunks = () if self.prompt else self._digests(self.position if position is None else position)
         return Checkpoint(
             self.prompt,
             self.committed[:n],
@@ -369,4 +370,14 @@ class SessionState:
             self.model_digest,
             self.tokenizer_digest,
             self.stage_boundaries,
+            chunks,
+        )
+
+    def _digests(self, position: int) -> tuple[tuple[int, str, str], ...]:
+        """Return what a checkpoint says of whole chunks before a position: width, input and output."""
+        outputs = self.boundaries[max(self.boundaries)] if self.chunks else ()
+        return tuple(
+            (fed.width, fed.digest.hex(), made.digest.hex())
+            for fed, made in zip(self.chunks, outputs, strict=True)
+            if fed.end <= position
         )

@@ -138,12 +138,12 @@ class Stage(ABC):
         """Return what later outputs depend on, as a value that `evidence.codec.encode` takes."""
 
     def truncate(self, state: Any, position: int) -> None:
-        """Take back the positions from ``position`` on, which were speculated.
+        """Take back the positions from ``position`` on: they were speculated, or lost further on.
 
         Raises
         ------
         InputError
-            If the stage cannot, as is the default.
+            If the stage cannot, as is the default. After a loss elsewhere it is then fed anew from the start.
         """
         raise InputError(f"{type(self).__name__} cannot take back positions, asked for {position}")
 

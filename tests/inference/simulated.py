@@ -111,6 +111,7 @@ class Simulation:
         self.dropping = False
         self.raising = False
         self.all_boundaries = all_boundaries
+        self.forgetful = False  # stages cannot take back positions
         self.weight_of_spare: dict[int, int] = {}
 
     @property
@@ -236,13 +237,18 @@ class Ops(RecoveryOps):
             raise TimeoutError("frozen")
         self.s.worker(stage).sessions[session.session] = Held()
 
-    async def truncate(self, stage: int, session: str, position: int) -> None:
+    async def truncate(self, stage: int, session: str, position: int) -> bool:
         self.begin("truncate")
         worker = self.s.worker(stage)
         worker.answer()
         if worker.frozen:
             raise TimeoutError("frozen")
-        worker.sessions.setdefault(session, Held()).truncate(position)
+        held = worker.sessions.setdefault(session, Held())
+        if self.s.forgetful and held.inputs.position > position:
+            worker.sessions[session] = Held()
+            return False
+        held.truncate(position)
+        return True
 
     async def digests(self, stage: int, session: str) -> Sequence[ChunkRecord]:
         self.begin("digests")

@@ -101,8 +101,9 @@ class Fast(RecoveryOps):
     async def open(self, stage: int, session: SessionState) -> None:
         self.stages[stage] = Stage(self.stages[stage].weights)
 
-    async def truncate(self, stage: int, session: str, position: int) -> None:
+    async def truncate(self, stage: int, session: str, position: int) -> bool:
         self.stages[stage].truncate(position)
+        return True
 
     async def digests(self, stage: int, session: str) -> Sequence[ChunkRecord]:
         return self.stages[stage].inputs.records

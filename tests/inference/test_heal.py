@@ -158,6 +158,17 @@ def test_a_stage_that_loses_a_second_message_is_replaced() -> None:
     assert [report.placed for report in c.reports] == [{}, {1: "w3"}]
 
 
+@pytest.mark.parametrize("target", [0, 1, 2])
+def test_stages_that_take_nothing_back_are_fed_anew_where_they_are(target: int) -> None:
+    c = start(3, 1, [Fault(30, "kill", target)])
+    c.s.forgetful = True
+    assert generate(c) == CLEAN[3]
+    (report,) = c.reports
+    assert report.placed == {target: "w3"} and [worker.loads for worker in c.s.workers] == [0, 0, 0, 1]
+    fed_anew = {replay.stage for replay in report.replays} - {target}
+    assert fed_anew and all(replay.exact for replay in report.replays)
+
+
 def test_no_spare() -> None:
     c = start(3, 0, [Fault(30, "kill", 1)])
     with pytest.raises(

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 from dask_sdc.exceptions import CorruptionError, GenerationInterrupted
 from dask_sdc.inference.host import SessionSettings
 from dask_sdc.inference.journal import ChunkRecord
+from dask_sdc.inference.pipeline.fed import FedSession
 from dask_sdc.inference.pipeline.lines import pack_chunk
 from dask_sdc.inference.pipeline.ops import Ring, parts
-from dask_sdc.inference.pipeline.session import TokenSession
 from dask_sdc.inference.pipeline.worker import unpack_record
 from dask_sdc.inference.proof import ENVELOPE
 from dask_sdc.inference.shadow import (
@@ -75,7 +75,7 @@ class Surroundings(Protocol):
     ring: Ring
     timeout: float
 
-    def session(self, name: str) -> TokenSession | None:
+    def session(self, name: str) -> FedSession | None:
         """Return a session, None if it is over."""
 
     def sessions(self) -> Collection[str]:
@@ -304,7 +304,7 @@ class StageAudits:
 
     # -- computing once more ---------------------------------------------------------------------
 
-    async def _examine(self, session: TokenSession, stage: int, last: int, auditor: str) -> None:
+    async def _examine(self, session: FedSession, stage: int, last: int, auditor: str) -> None:
         key = (session.name, stage)
         _, done = self._followers.get(key, ("", -1))
         chunks = session.known(done, last)
@@ -346,7 +346,7 @@ class StageAudits:
             self.clean[key] = max(position, self.clean.get(key, 0))
 
     async def _recorded(
-        self, session: TokenSession, stage: int, chunks: Sequence[ChunkRecord]
+        self, session: FedSession, stage: int, chunks: Sequence[ChunkRecord]
     ) -> tuple[ChunkRecord, ...]:
         """Return what went on from a stage, as whoever took it recorded it."""
         ring, after = self._around.ring, chunks[0].index - 1
@@ -358,7 +358,7 @@ class StageAudits:
         return tuple(record for record in map(unpack_record, packed) if record.index in wanted)
 
     async def _replayed(
-        self, session: TokenSession, stage: int, chunks: Sequence[ChunkRecord], address: str
+        self, session: FedSession, stage: int, chunks: Sequence[ChunkRecord], address: str
     ) -> list[ChunkRecord]:
         """Have a worker compute chunks of a session that follow what it has computed of it."""
         ring, name = self._around.ring, session.name
@@ -394,7 +394,7 @@ class StageAudits:
 
     async def _differ(
         self,
-        session: TokenSession,
+        session: FedSession,
         stage: int,
         first: ChunkRecord,
         recorded: Sequence[ChunkRecord],
@@ -423,7 +423,7 @@ class StageAudits:
             finding = self._judged(session, stage, voices)
         await self._act(session, Mismatch(finding, first.position, voices, workers))
 
-    def _judged(self, session: TokenSession, stage: int, voices: Mapping[str, Voice]) -> ShadowFinding:
+    def _judged(self, session: FedSession, stage: int, voices: Mapping[str, Voice]) -> ShadowFinding:
         clean = self.clean.get((session.name, stage), 0)
         return judge_shadow(
             session.state(),
@@ -445,7 +445,7 @@ class StageAudits:
         self,
         role: str,
         address: str,
-        session: TokenSession,
+        session: FedSession,
         stage: int,
         chunks: Sequence[ChunkRecord],
     ) -> Voice:
@@ -458,7 +458,7 @@ class StageAudits:
                 logger.warning("Audit of stage %d: no %s from %s: %s", stage, role, address, error)
         return self._voice(role, address, records)
 
-    async def _act(self, session: TokenSession, mismatch: Mismatch) -> None:
+    async def _act(self, session: FedSession, mismatch: Mismatch) -> None:
         finding, key = mismatch.finding, (session.name, mismatch.finding.stage)
         decision, voices = finding.decision, mismatch.voices
         trusted = voices.get(decision.value or "")

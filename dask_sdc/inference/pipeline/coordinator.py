@@ -13,14 +13,14 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from dask_sdc.exceptions import ClosedError, ContextOverflow, GenerationInterrupted, StageError
-from dask_sdc.inference.heal import RecoveryReport, for_session, run_recovery
+from dask_sdc.inference.heal import Loss, LossKind, RecoveryReport, for_session, run_recovery
 from dask_sdc.inference.host import Chunk, SessionSettings
-from dask_sdc.inference.journal import ChunkRecord
+from dask_sdc.inference.journal import boundary_digest
 from dask_sdc.inference.pipeline.audits import Located, Mismatch, StageAudits
 from dask_sdc.inference.pipeline.crew import Crew
+from dask_sdc.inference.pipeline.fed import FedSession, Feed, Returned
 from dask_sdc.inference.pipeline.lines import Answers, Line
 from dask_sdc.inference.pipeline.ops import ClusterOps, Ring
-from dask_sdc.inference.pipeline.session import Feed, TokenSession
 from dask_sdc.inference.pipeline.worker import unpack_record
 from dask_sdc.inference.receipts import boundary_chain
 from dask_sdc.inference.shadow import ShadowAudit
@@ -81,15 +81,14 @@ class Coordinator:
         self._epoch = 0
         self._fed = self._settled = -1
         self._returned: set[int] = set()
-        self._sessions: dict[str, TokenSession] = {}
+        self._sessions: dict[str, FedSession] = {}
         self._settings: dict[str, SessionSettings] = {}
         # What waits for the answer to a chunk, and where that arrives.
-        self._waiting: dict[int, asyncio.Future[ChunkRecord]] = {}
-        self._arrivals: dict[int, asyncio.Future[ChunkRecord]] = {}
+        self._waiting: dict[int, asyncio.Future[Returned]] = {}
+        self._arrivals: dict[int, asyncio.Future[Returned]] = {}
         self._head = Line(ring.routes, ring.name)
         self._tail = Answers(ring.routes, ring.name, self._arrived, self._deaf)
         self._order = asyncio.Lock()
-        self._drafting = asyncio.Lock()
         self._free = asyncio.Condition()
         self._taken = 0
         self._alarm: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -99,6 +98,8 @@ class Coordinator:
         self._closed = False
         # What the next recovery begins with: stages to replace, and what is not believed any more.
         self._evicted: dict[int, str] = {}
+        # Workers on which a stage failed, by stage, session and position.
+        self._failures: dict[tuple[int, str, int], list[str]] = {}
         self._rollbacks: dict[str, int] = {}
         self._inquiries: set[asyncio.Future[None]] = set()
         self._audits = None
@@ -108,7 +109,7 @@ class Coordinator:
 
     # -- generation ------------------------------------------------------------------------------
 
-    async def run(self, session: TokenSession, capacity: int) -> AsyncGenerator[int, None]:
+    async def run(self, session: FedSession, capacity: int | None) -> AsyncGenerator[int, None]:
         """Run a session to its end; yield after each traversal how many fresh tokens may be handed out.
 
         Those of a chunk that is to be audited, and of all after it, wait for the audit.
@@ -118,7 +119,7 @@ class Coordinator:
         GenerationInterrupted
             If the pipeline cannot be healed; carries what was committed, and a checkpoint.
         """
-        async with self._admitted(capacity):
+        async with self._admitted((capacity or 0) * session.batch):
             name = session.name
             sketched = self._audits is not None or not self._exact
             self._settings[name] = session.settings(capacity, sketched=sketched)
@@ -138,17 +139,20 @@ class Coordinator:
                     await self._drained(session)
                 finally:
                     del self._sessions[name], self._settings[name]
+                    for key in [key for key in self._failures if key[1] == name]:
+                        del self._failures[key]
                     await self._close(name)
 
-    def _handed_out(self, session: TokenSession) -> int:
+    def _handed_out(self, session: FedSession) -> int:
         """Return how many fresh tokens no audit can take back that was drawn."""
         if self._audits is None:
-            return len(session.fresh)
+            return session.count
         if session.name in self._audits.failed:
             raise self._audits.failed[session.name]
-        return session.tokens_before(self._audits.oldest(session.name))
+        oldest = self._audits.oldest(session.name)
+        return session.count if oldest is None else session.count_before(oldest)
 
-    async def _finished(self, session: TokenSession) -> None:
+    async def _finished(self, session: FedSession) -> None:
         """Wait for the audits of a session, and learn what went from stage to stage."""
         if self._audits is not None:
             decided = asyncio.ensure_future(self._audits.settled(session.name))
@@ -162,7 +166,7 @@ class Coordinator:
         if session.done and session.exact:
             session.chains = await self._chains(session)
 
-    async def _chains(self, session: TokenSession) -> tuple[str, ...]:
+    async def _chains(self, session: FedSession) -> tuple[str, ...]:
         """Return the hash chain over the outputs of each stage, as whoever took them recorded them.
 
         Empty if a stage is lost just now: nothing but a receipt would come of healing it.
@@ -202,7 +206,7 @@ class Coordinator:
                 self._taken -= capacity
                 self._free.notify_all()
 
-    async def _turn(self, session: TokenSession) -> None:
+    async def _turn(self, session: FedSession) -> None:
         """Feed what can be fed, and take the next answer."""
         if self._recovery is not None:
             await self._heal(session, "")
@@ -213,7 +217,8 @@ class Coordinator:
             while (feed := await self._next_feed(session)) is not None:
                 await self._feed(session, feed)
             awaited = session.awaited
-            assert awaited is not None
+            if awaited is None:
+                return  # nothing is left to be fed
             answer = await self._or_alarm(self._waiting[awaited])
         except _Overtaken:
             return
@@ -227,10 +232,10 @@ class Coordinator:
         if self._audits is not None and session.records(awaited - 1, awaited):
             self._audits.returned(session.name, awaited)
 
-    async def _next_feed(self, session: TokenSession) -> Feed | None:
-        if not session.drafts_slowly:
+    async def _next_feed(self, session: FedSession) -> Feed | None:
+        if session.reading is None:
             return session.next_feed()
-        async with self._drafting:
+        async with session.reading:
             return await asyncio.to_thread(session.next_feed)
 
     def _settle(self, index: int) -> None:
@@ -241,7 +246,7 @@ class Coordinator:
             self._settled += 1
             self._returned.remove(self._settled)
 
-    async def _drained(self, session: TokenSession) -> None:
+    async def _drained(self, session: FedSession) -> None:
         """Let what a session has in flight come back, so that no chunk of it arrives after its end."""
         if self._closed or session.epoch != self._epoch:
             return
@@ -257,7 +262,7 @@ class Coordinator:
             else:
                 self.alarm(str(trouble))
 
-    async def _feed(self, session: TokenSession, feed: Feed) -> None:
+    async def _feed(self, session: FedSession, feed: Feed) -> None:
         async with self._order:
             self._check_alarm()
             if session.epoch != self._epoch:
@@ -282,19 +287,21 @@ class Coordinator:
         await self._tail.open(self.ring.addresses[-1])
         await self._head.send(self.ring.addresses[0], self._epoch, chunk)
 
-    async def _answer(self, index: int, chunk: Chunk, deadline: float) -> ChunkRecord:
+    async def _answer(self, index: int, chunk: Chunk, deadline: float) -> Returned:
         """Wait for what the tail makes of a chunk, by its number, until the deadline."""
         loop = asyncio.get_running_loop()
         began, ahead, width = loop.time(), len(self._waiting), chunk.width
         self._arrivals[index] = arrival = loop.create_future()
         try:
-            answer: ChunkRecord = await asyncio.wait_for(arrival, deadline)
+            answer: Returned = await asyncio.wait_for(arrival, deadline)
         except TimeoutError:
             raise _Broken(f"no answer to chunk {index} within {deadline:.1f} s") from None
         except OSError as error:
             raise _Broken(f"no answer to chunk {index}: {type(error).__name__}: {error}") from error
         finally:
             del self._arrivals[index]
+        if answer.array is not None and boundary_digest(answer.array) != answer.record.digest:
+            raise _Broken(f"the answer to chunk {index} was damaged on its way")
         self._slowest = max((loop.time() - began) / width / (1 + ahead), 0.95 * self._slowest)
         return answer
 
@@ -303,7 +310,7 @@ class Coordinator:
         record = unpack_record(answer["record"])
         arrival = self._arrivals.get(record.index)
         if answer["epoch"] == self._epoch and arrival is not None and not arrival.done():
-            arrival.set_result(record)
+            arrival.set_result(Returned(record, answer["array"]))
 
     def _deaf(self, error: OSError) -> None:
         """Note that the tail cannot be heard any more."""
@@ -311,7 +318,7 @@ class Coordinator:
             if not arrival.done():
                 arrival.set_exception(error)
 
-    async def _open(self, session: TokenSession) -> None:
+    async def _open(self, session: FedSession) -> None:
         settings = asdict(self._settings[session.name])
         calls = [
             self.ring.call(stage, "open", session=session.name, settings=settings)
@@ -368,15 +375,17 @@ class Coordinator:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             self._check_alarm()
+        if work.cancelled():
+            raise _Overtaken  # by a recovery that began before anybody looked
         return await work
 
-    async def _until_healed(self, session: TokenSession, work: Awaitable[None]) -> None:
+    async def _until_healed(self, session: FedSession, work: Awaitable[None]) -> None:
         try:
             await work
         except _Broken as trouble:
             await self._heal(session, str(trouble))
 
-    async def _heal(self, session: TokenSession, why: str) -> None:
+    async def _heal(self, session: FedSession, why: str) -> None:
         """Wait for a recovery, the present one if there is one; the session then begins anew from there."""
         try:
             await self._repaired(why, stuck=True)
@@ -446,7 +455,8 @@ class Coordinator:
             await asyncio.gather(*self._waiting.values(), return_exceptions=True)
             self._waiting.clear()
             self._roll_back()
-            evicted = dict(self._evicted)
+            evicted, holders = dict(self._evicted), list(self.ring.addresses)
+            flying = {index: s for s in self._sessions.values() for index in s.in_flight}
             # Sessions may be given up meanwhile.
             sessions, settings = dict(self._sessions), dict(self._settings)
             ops = ClusterOps(
@@ -480,15 +490,35 @@ class Coordinator:
             self._epoch, self._settled = report.epoch, self._fed
             self._returned.clear()
             self._distrusted = set(report.resent)
+            for loss in report.losses:
+                if loss.kind is LossKind.FROZEN and loss.detail and loss.chunk in flying:
+                    self._blame_input(flying[loss.chunk], loss, holders[loss.stage], report)
             for name in report.inexact & self._sessions.keys():
                 self._sessions[name].exact = False
             self.recoveries.append(report)
             self._alarm = asyncio.get_running_loop().create_future()
         return report
 
+    def _blame_input(self, session: FedSession, loss: Loss, holder: str, report: RecoveryReport) -> None:
+        """Give a session up if a stage failed on two workers at one chunk of it: the chunk is to blame."""
+        [chunk] = session.fed([loss.chunk])
+        failed = self._failures.setdefault((loss.stage, session.name, chunk.position), [])
+        failed.append(holder)
+        if len(failed) < 2:
+            return
+        self.ring.shunned.difference_update(failed)
+        report.abandoned[session.name] = GenerationInterrupted(
+            f"session {session.name}: stage {loss.stage} failed at position {chunk.position} on two workers: "
+            f"{loss.detail}",
+            stage=loss.stage,
+            session=session.name,
+            committed=session.state().committed,
+            checkpoint=session.state().checkpoint(),
+        )
+
     # -- what audits ask -------------------------------------------------------------------------
 
-    def session(self, name: str) -> TokenSession | None:
+    def session(self, name: str) -> FedSession | None:
         """Return a session, None if it is over."""
         return self._sessions.get(name)
 

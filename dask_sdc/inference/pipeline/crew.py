@@ -15,7 +15,7 @@ from dask_sdc.inference.pipeline.ops import Ring
 from dask_sdc.inference.pipeline.placement import Candidate, choose_workers, next_hot
 from dask_sdc.inference.pipeline.routes import Routes
 
-__all__ = ["Crew"]
+__all__ = ["LOAD", "Crew"]
 
 logger = logging.getLogger("dask_sdc.inference")
 
@@ -25,8 +25,8 @@ _PING = 1.0
 #: Where a worker may have the weights of a stage, the quickest first.
 _KINDS = ("memory", "disk")
 
-#: Seconds in which a spare has to load a stage.
-_LOAD = 300.0
+#: Seconds in which a worker has to load a stage.
+LOAD = 300.0
 
 #: Seconds after which spares are looked for again where there were too few.
 _REST = 3.0
@@ -159,7 +159,7 @@ class Crew:
         for stage, keep in self._policy(address).items():
             if stage not in ready:
                 loaded = ring.call_at(address, "prepare", number=stage, stage=ring.blobs[stage], keep=keep)
-                await asyncio.wait_for(loaded, _LOAD)
+                await asyncio.wait_for(loaded, LOAD)
                 ready[stage] = keep
 
     def _policy(self, address: str) -> dict[int, str]:

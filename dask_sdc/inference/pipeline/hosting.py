@@ -56,6 +56,7 @@ class CoordinatorPlugin(WorkerPlugin):
         """Add the RPC handlers."""
         self.worker = worker
         self.pipelines: dict[str, Pipeline] = {}
+        self._starting: set[str] = set()
         worker.handlers.update(self._handlers())
 
     async def teardown(self, worker: Worker) -> None:
@@ -69,12 +70,19 @@ class CoordinatorPlugin(WorkerPlugin):
         methods = (self.host, self.generate, self.state, self.unhost)
         return {f"sdc_stage_{method.__name__}": method for method in methods}
 
-    async def host(self, weights: bytes, settings: bytes) -> str:
-        """Start a pipeline and return its name (RPC handler)."""
+    async def host(self, name: str, weights: bytes, settings: bytes) -> None:
+        """Start a pipeline (RPC handler)."""
         address, security = self.worker.scheduler.address, self.worker.security
-        pipeline = await asyncio.to_thread(_started, address, security, weights, settings)
-        self.pipelines[pipeline.name] = pipeline
-        return pipeline.name
+        self._starting.add(name)
+        try:
+            pipeline = await asyncio.to_thread(_started, address, security, weights, settings)
+        finally:
+            wanted = name in self._starting
+            self._starting.discard(name)
+        if not wanted:
+            await asyncio.to_thread(_ended, pipeline)
+            raise ClosedError(f"pipeline {name} was closed before it had started")
+        self.pipelines[name] = pipeline
 
     def _find(self, name: str) -> Pipeline:
         pipeline = self.pipelines.get(name)
@@ -117,7 +125,8 @@ class CoordinatorPlugin(WorkerPlugin):
         return await _over_there(pipeline := self._find(name), _state(pipeline))
 
     async def unhost(self, name: str) -> None:
-        """Close a pipeline, if it is there (RPC handler)."""
+        """Close a pipeline, if it is there or comes yet (RPC handler)."""
+        self._starting.discard(name)
         pipeline = self.pipelines.pop(name, None)
         if pipeline is not None:
             await asyncio.to_thread(_ended, pipeline)

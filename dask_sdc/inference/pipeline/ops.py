@@ -215,10 +215,11 @@ class ClusterOps(RecoveryOps):
         settings = asdict(self._settings(session.session))
         await self._ring.call(stage, "open", session=session.session, settings=settings)
 
-    async def truncate(self, stage: int, session: str, position: int) -> None:
+    async def truncate(self, stage: int, session: str, position: int) -> bool:
         """Cut a session on a stage."""
         settled = self._branch(session)
-        await self._ring.call(stage, "truncate", session=session, position=position, settled=settled)
+        call = self._ring.call(stage, "truncate", session=session, position=position, settled=settled)
+        return bool(await call)
 
     async def digests(self, stage: int, session: str) -> Sequence[ChunkRecord]:
         """Return what a stage logged of its inputs."""

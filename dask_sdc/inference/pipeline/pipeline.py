@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
-import dask
 from distributed import Client
 
-from dask_sdc.cluster.session import Session
-from dask_sdc.evidence.ledger import Ledger
-from dask_sdc.evidence.receipts import SDCAuditReceipt
 from dask_sdc.exceptions import (
     ClosedError,
     ContextOverflow,
@@ -25,12 +19,8 @@ from dask_sdc.exceptions import (
     InputTypeError,
 )
 from dask_sdc.inference.checkpoint import Checkpoint, token_ids
-from dask_sdc.inference.heal import RecoveryReport
-from dask_sdc.inference.pipeline.audits import Mismatch
-from dask_sdc.inference.pipeline.coordinator import Coordinator, session_name
-from dask_sdc.inference.pipeline.crew import Crew
-from dask_sdc.inference.pipeline.evidence import receipt_of
-from dask_sdc.inference.pipeline.ops import Ring
+from dask_sdc.inference.pipeline.base import StagedPipeline, check_int, check_number
+from dask_sdc.inference.pipeline.coordinator import session_name
 from dask_sdc.inference.pipeline.placement import (
     Candidate,
     boundaries_of,
@@ -38,7 +28,6 @@ from dask_sdc.inference.pipeline.placement import (
     expect_workers,
     place,
 )
-from dask_sdc.inference.pipeline.routes import Routes
 from dask_sdc.inference.pipeline.session import Request, TokenSession
 from dask_sdc.inference.pipeline.streams import (
     Generation,
@@ -48,20 +37,16 @@ from dask_sdc.inference.pipeline.streams import (
     synchronous,
     tokens_of,
 )
-from dask_sdc.inference.pipeline.worker import Place, StageWorkerPlugin, describe
 from dask_sdc.inference.receipts import RunReceipt, ids_digest
-from dask_sdc.inference.shadow import ShadowAudit
 from dask_sdc.inference.speculative import Drafter
-from dask_sdc.inference.stage import TransformerStage
+from dask_sdc.inference.stage import Stage, TransformerStage
 from dask_sdc.inference.weights.store import WeightStore
 from dask_sdc.inference.weights.tokenizer import Tokenizer
 
 __all__ = ["Pipeline"]
 
-logger = logging.getLogger("dask_sdc.inference")
 
-
-class Pipeline:
+class Pipeline(StagedPipeline):
     """A model in stages on the workers of a cluster, which survives the loss of a stage.
 
     Parameters
@@ -108,6 +93,8 @@ class Pipeline:
         failure domain. Tokens are handed out once the audits that were drawn up to them agree.
     ledger : str or path, optional
         File to which receipts, recoveries and runs are appended.
+    name : str, optional
+        Name of the pipeline on the cluster; by default one that no other has.
 
     Raises
     ------
@@ -144,33 +131,25 @@ class Pipeline:
         tokenizer: Tokenizer | None = None,
         audit_rate: float = 0.0,
         ledger: str | os.PathLike[str] | None = None,
+        name: str | None = None,
     ) -> None:
-        if not isinstance(client, Client):
-            raise InputTypeError(f"client: expected a distributed.Client, got {type(client).__name__}")
-        for name, value, least in (
-            ("spares", spares, 0),
-            ("depth", depth, 1),
-            ("prefill_chunk", prefill_chunk, 1),
-            ("journal_bytes", journal_bytes, 0),
-        ):
-            _check_int(name, value, least)
-        if (
-            isinstance(timeout, bool)
-            or not isinstance(timeout, int | float)
-            or not 0 < timeout < float("inf")
-        ):
-            raise InputError(f"timeout: expected seconds > 0, got {timeout!r}")
+        super().__init__(
+            client,
+            name=name,
+            spares=spares,
+            spare_weights=spare_weights,
+            timeout=timeout,
+            replay=replay,
+            kv_bytes=kv_bytes,
+            journal_bytes=journal_bytes,
+            spill=spill,
+            audit_rate=audit_rate,
+            ledger=ledger,
+        )
+        check_int("depth", depth, 1)
+        check_int("prefill_chunk", prefill_chunk, 1)
         if stages != "auto":
-            _check_int("stages", stages, 1)
-        if replay not in ("exact", "fast"):
-            raise InputError(f"replay: expected 'exact' or 'fast', got {replay!r}")
-        if spare_weights not in ("memory", "disk"):
-            raise InputError(f"spare_weights: expected 'memory' or 'disk', got {spare_weights!r}")
-        if kv_bytes is not None:
-            _check_int("kv_bytes", kv_bytes, 1)
-        self._audit = ShadowAudit(audit_rate) if _check_number("audit_rate", audit_rate) > 0 else None
-        if self._audit is not None and replay == "fast":
-            raise InputError("expected replay='exact' with audits, which compare bits, got 'fast'")
+            check_int("stages", stages, 1)
         self.store = weights if isinstance(weights, WeightStore) else WeightStore.open(weights)
         self.config = self.store.config
         self.boundaries: tuple[int, ...] = ()
@@ -181,122 +160,30 @@ class Pipeline:
                     f"expected {len(self.boundaries) + 1} stages by boundaries, got stages={stages}"
                 )
             stages = len(self.boundaries) + 1
-        self.client, self.tokenizer = client, tokenizer or _tokenizer_of(self.store)
-        self._stages, self._spares, self._drafter, self._depth = stages, spares, drafter, depth
-        self._chunk, self._timeout, self._kv_bytes = prefill_chunk, float(timeout), kv_bytes
-        self._exact = replay == "exact"
-        self._journal_bytes, self._spill = journal_bytes, None if spill is None else os.fspath(spill)
-        self.name = f"sdc-pipeline-{uuid.uuid4().hex[:12]}"
-        self._session = Session(client, "auto", None, dask.config.get("sdc.lanes"), False, self._timeout)
-        self._coordinator: Coordinator | None = None
-        self._ledger = None if ledger is None else Ledger(ledger)
-        self.receipts: list[SDCAuditReceipt] = []
-        self.quarantined: dict[str, str] = {}
-        self._background: set[asyncio.Task[Any]] = set()
-        self._routes = Routes(client.rpc, self._timeout)
-        self._crew = Crew(self._session, self._routes, spares, spare_weights, self._watch)
-        self._closed = False
+        self.tokenizer = tokenizer or _tokenizer_of(self.store)
+        self._stages, self._drafter, self._depth, self._chunk = stages, drafter, depth, prefill_chunk
+        self._drafting = asyncio.Lock()
         if not client.asynchronous:
             client.sync(self._start)
 
-    # -- starting --------------------------------------------------------------------------------
-
-    async def _start(self) -> None:
-        await self._session.attach()
-        await self.client.register_plugin(StageWorkerPlugin())
-        chosen = await self._placed()
-        cuts = (0, *self.boundaries, self.config.n_layers)
-        self._parts = [TransformerStage(self.store, range(a, b)) for a, b in pairwise(cuts)]
-        places = [
-            Place(number, len(self._parts), self._journal_bytes, self._spill)
-            for number in range(len(self._parts))
-        ]
-        ring = Ring(self.name, self._routes, [describe(part) for part in self._parts], places, self.name)
-        ring.sizes = tuple(part.nbytes for part in self._parts)
-        ring.relays = tuple(self._session.addresses())
-        self._crew.ring = ring
-        self.client.subscribe_topic(self.name, self._hear)
-        digests = await asyncio.gather(*(ring.seat(k, one.address, 0) for k, one in enumerate(chosen)))
-        await asyncio.gather(*(ring.wire(k) for k in range(len(ring))))
-        expected = [part.digest for part in self._parts]
-        if list(digests) != expected:
-            raise InputError(f"expected stages with digests {expected}, got {list(digests)}")
-        self._coordinator = Coordinator(
-            ring,
-            digests,
-            self._crew,
-            self._timeout,
-            self._budget(chosen),
-            self._exact,
-            self._audit,
-            self._differs,
-        )
-        await self._crew.keep_spares()
-        self._watch(self._hear_of_workers())
-
-    async def _placed(self) -> list[Candidate]:
+    async def _placed(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Stage]]:
         """Choose who takes the stages, and where the layers are cut unless that was given."""
-        candidates = await self._crew.measured()
         if self.boundaries:
             chosen = choose_workers(candidates, len(self.boundaries) + 1)
             expect_workers(chosen, len(self.boundaries) + 1)
-            return chosen
+        else:
+            chosen, self.boundaries = self._cut(candidates)
+        cuts = (0, *self.boundaries, self.config.n_layers)
+        return chosen, [TransformerStage(self.store, range(a, b)) for a, b in pairwise(cuts)]
+
+    def _cut(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], tuple[int, ...]]:
+        """Choose who takes the stages, and the first layer of every stage but the head."""
         layers = [range(i, i + 1) for i in range(self.config.n_layers)]
         # A lookup of embeddings costs nothing but memory.
         costs = [TransformerStage(self.store, layer, first=False).nbytes for layer in layers]
         sizes = [TransformerStage(self.store, layer).nbytes for layer in layers]
         stages = None if self._stages == "auto" else int(self._stages)
-        chosen, self.boundaries = place(candidates, stages, self._spares, costs, sizes)
-        return chosen
-
-    def _budget(self, chosen: Sequence[Candidate]) -> int:
-        """Return the positions that the fullest stage has memory for; an auditor may follow all of them."""
-        sizes = [part.bytes_per_position for part in self._parts]
-        if self._audit is not None:
-            sizes = [sum(sizes)] * len(sizes)
-        memories = [self._kv_bytes or (one.memory or 2**32) // 4 for one in chosen]
-        return min(memory // max(1, size) for memory, size in zip(memories, sizes, strict=True))
-
-    def _watch(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    # -- news ------------------------------------------------------------------------------------
-
-    def _hear(self, event: tuple[float, Mapping[str, Any]]) -> None:
-        """Take what a stage says of itself."""
-        news = event[1]
-        if self._coordinator is not None:
-            self._coordinator.stage_failed(news["stage"], news["why"])
-
-    async def _hear_of_workers(self) -> None:
-        """Sound the alarm as soon as a worker that holds a stage is gone; make spares of those that come."""
-        while True:
-            await self._session.next_events(1.0)
-            lost = [address for address in self._ring.addresses if self._crew.gone(address)]
-            if lost and self._coordinator is not None:
-                self._coordinator.alarm(f"workers left: {lost}")
-            self._crew.tend()
-
-    # -- evidence --------------------------------------------------------------------------------
-
-    async def _differs(self, mismatch: Mismatch) -> None:
-        """Take whoever an audit named out of service, and write it down."""
-        status = "not_requested"
-        for domain in mismatch.finding.decision.suspects:
-            why = f"stage {mismatch.finding.stage} of {self.name}, chunk {mismatch.finding.chunk}: wrong"
-            failure = await self._session.quarantine(domain, why)
-            status = "deferred:refused" if failure else "committed"
-            if not failure:
-                self.quarantined[domain] = why
-        receipt = receipt_of(mismatch, status)
-        self.receipts.append(receipt)
-        self._write("receipt", receipt.to_dict())
-
-    def _write(self, kind: str, record: Mapping[str, Any]) -> None:
-        if self._ledger is not None:
-            self._ledger.append(kind, record)
+        return place(candidates, stages, self._spares, costs, sizes)
 
     # -- generation ------------------------------------------------------------------------------
 
@@ -433,12 +320,12 @@ class Pipeline:
             raise InputError(
                 f"prompt: expected ids in 0..{self.config.vocab_size - 1}, at least one, got {ids[:8]}"
             )
-        _check_int("max_new_tokens", max_new_tokens, 1)
-        _check_int("seed", seed, 0)
+        check_int("max_new_tokens", max_new_tokens, 1)
+        check_int("seed", seed, 0)
         if seed >= 2**64:
             raise InputError(f"seed: expected an int below 2**64, got {seed}")
-        _check_number("temperature", temperature)
-        if _check_number("top_p", top_p) == 0 or top_p > 1:
+        check_number("temperature", temperature)
+        if check_number("top_p", top_p) == 0 or top_p > 1:
             raise InputError(f"top_p: expected a number in (0, 1], got {top_p!r}")
         ends = frozenset(self.config.eos_ids if stop is None else token_ids(stop, "stop"))
         request = Request(ids, max_new_tokens, float(temperature), float(top_p), seed, ends)
@@ -465,90 +352,14 @@ class Pipeline:
         depth = self._depth if self._drafter is not None else 1
         # Nobody but the tail knows which branch of a tree counts before the next chunk: too late for audits.
         trees = self._audit is None
-        return TokenSession(session_name(), request, self._chunk, self._drafter, depth, facts, trees)
+        return TokenSession(
+            session_name(), request, self._chunk, self._drafter, depth, facts, trees, self._drafting
+        )
 
     def _capacity(self, request: Request) -> int:
         """Return the positions that a session may take, drafted ones included."""
         wanted = len(request.prompt) + len(request.committed) + request.max_new_tokens
         return min(self.config.max_context, wanted)
-
-    # -- what happened ---------------------------------------------------------------------------
-
-    @property
-    def recoveries(self) -> list[RecoveryReport]:
-        """Reports of what was healed, in order."""
-        return list(self._running.recoveries)
-
-    @property
-    def workers(self) -> tuple[str, ...]:
-        """Addresses of the stages, from the head to the tail."""
-        return tuple(self._ring.addresses)
-
-    @property
-    def spares(self) -> tuple[str, ...]:
-        """Addresses of the workers that are ready to take the place of a stage."""
-        return self._crew.spares
-
-    @property
-    def _running(self) -> Coordinator:
-        if self._coordinator is None or self._closed:
-            raise ClosedError("expected a pipeline that was started and not closed")
-        return self._coordinator
-
-    @property
-    def _ring(self) -> Ring:
-        assert self._coordinator is not None
-        return self._coordinator.ring
-
-    # -- life ------------------------------------------------------------------------------------
-
-    def close(self) -> Any:
-        """Give up the stages; may be called again. The client stays open."""
-        if self._closed:
-            return _nothing() if self.client.asynchronous else None
-        self._closed = True
-        if self.client.status != "running":
-            return _nothing() if self.client.asynchronous else None
-        return self.client.sync(self._stop)
-
-    async def _stop(self) -> None:
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
-        if self._coordinator is not None:
-            await self._coordinator.close()
-            ring = self._coordinator.ring
-            leaving = {*ring.addresses, *self._crew.prepared}
-            calls = [
-                asyncio.wait_for(ring.call_at(address, "leave", forget=True), self._timeout)
-                for address in leaving
-                if not self._crew.gone(address)
-            ]
-            await asyncio.gather(*calls, return_exceptions=True)
-        if self._ledger is not None:
-            self._ledger.close()
-        self.client.unsubscribe_topic(self.name)
-        await self._session.detach()
-
-    def __enter__(self) -> Pipeline:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def __await__(self) -> Any:
-        return self._opened().__await__()
-
-    async def _opened(self) -> Pipeline:
-        if self._coordinator is None:
-            await self._start()
-        return self
-
-    async def __aenter__(self) -> Pipeline:
-        return await self._opened()
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
 
 
 def _tokenizer_of(store: WeightStore) -> Tokenizer | None:
@@ -580,18 +391,3 @@ def _alike(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many tokens two texts begin with alike."""
     pairs = zip(a, b, strict=False)
     return next((k for k, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
-
-
-async def _nothing() -> None:
-    return None
-
-
-def _check_int(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name}: expected an int of at least {least}, got {value!r}")
-
-
-def _check_number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise InputError(f"{name}: expected a finite number >= 0, got {value!r}")
-    return float(value)

@@ -9,10 +9,11 @@ from typing import Any
 
 import cloudpickle
 from distributed import Client
-from distributed.comm.core import CommClosedError
 
 from dask_sdc.exceptions import ClosedError, ClusterError, GenerationInterrupted, InputError, InputTypeError
 from dask_sdc.inference.checkpoint import Checkpoint
+from dask_sdc.inference.pipeline.base import pipeline_name
+from dask_sdc.inference.pipeline.crew import LOAD
 from dask_sdc.inference.pipeline.hosting import CoordinatorPlugin, PipelineState
 from dask_sdc.inference.pipeline.placement import LABEL
 from dask_sdc.inference.pipeline.routes import Connection, Routes
@@ -23,6 +24,9 @@ __all__ = ["RemotePipeline"]
 
 #: Signs of life that a coordinator gives within its deadline.
 _SIGNS = 4
+
+#: Seconds in which a coordinator has to start: it chooses workers, which load, and makes spares.
+_START = 2 * LOAD
 
 #: Seconds in which a worker is asked to let go of what a lost coordinator left there.
 _FAREWELL = 2.0
@@ -67,8 +71,12 @@ class RemotePipeline:
     ) -> None:
         if not isinstance(client, Client):
             raise InputTypeError(f"client: expected a distributed.Client, got {type(client).__name__}")
-        self.client, self.coordinator, self.name = client, worker or "", ""
-        self._blobs = [_packed("weights", weights), _packed("settings", {"stages": stages, **settings})]
+        self.client, self.coordinator, self.name = client, worker or "", pipeline_name()
+        self._started = False
+        self._blobs = [
+            _packed("weights", weights),
+            _packed("settings", {**settings, "stages": stages, "name": self.name}),
+        ]
         timeout = settings.get("timeout", 10.0)  # which the pipeline checks
         self._timeout = float(timeout) if isinstance(timeout, int | float) and timeout > 0 else 10.0
         self._routes = Routes(client.rpc, self._timeout)
@@ -82,11 +90,19 @@ class RemotePipeline:
         for plugin in (StageWorkerPlugin(), CoordinatorPlugin()):
             await self.client.register_plugin(plugin)
         weights, settings = self._blobs
-        started = self._routes.call(self.coordinator, "host", weights=weights, settings=settings)
+        started = self._routes.call(
+            self.coordinator, "host", name=self.name, weights=weights, settings=settings
+        )
         try:
-            self.name = await started
-        except CommClosedError as error:
-            raise ClusterError(f"worker {self.coordinator} was lost before it could coordinate") from error
+            await asyncio.wait_for(started, _START)
+        except OSError as error:  # a TimeoutError is one
+            await self._lose(error, _START)
+            await self._unhost()
+            raise ClusterError(f"{self._lost}, before it could coordinate") from error
+        except BaseException:
+            await self._unhost()
+            raise
+        self._started = True
 
     async def _choose(self) -> None:
         scheduler: Any = self.client.scheduler
@@ -159,15 +175,15 @@ class RemotePipeline:
         self, error: OSError, came: tuple[int, ...], checkpoint: Checkpoint | None
     ) -> GenerationInterrupted:
         """Return what a call ends with whose coordinator was lost."""
-        await self._lose(error)
+        await self._lose(error, self._timeout)
         if checkpoint is not None:
             checkpoint = replace(checkpoint, committed=checkpoint.committed + came)
         committed = came if checkpoint is None else checkpoint.committed
         return GenerationInterrupted(self._lost, committed=committed, checkpoint=checkpoint)
 
-    async def _lose(self, error: OSError) -> None:
+    async def _lose(self, error: OSError, patience: float) -> None:
         """Note that the coordinator is lost, and let the stages go that it left."""
-        why = str(error) or f"no sign of life within {self._timeout:g} s"
+        why = str(error) or f"no sign of life within {patience:g} s"
         self._lost = f"coordinator {self.coordinator} was lost: {type(error).__name__}: {why}"
         await self._dismiss()
 
@@ -203,7 +219,7 @@ class RemotePipeline:
         try:
             state: PipelineState = cloudpickle.loads(await asyncio.wait_for(asked, self._timeout))
         except OSError as error:
-            await self._lose(error)
+            await self._lose(error, self._timeout)
             raise ClusterError(self._lost) from error
         return state
 
@@ -221,8 +237,10 @@ class RemotePipeline:
         if self._closed or self.client.status != "running":
             return
         self._closed = True
-        if not self.name:
-            return
+        if self._started:
+            await self._unhost()
+
+    async def _unhost(self) -> None:
         # Also if it is lost: one that was frozen may be there again.
         ended = self._routes.call(self.coordinator, "unhost", name=self.name)
         try:
@@ -237,7 +255,7 @@ class RemotePipeline:
         self.close()
 
     async def _opened(self) -> RemotePipeline:
-        if not self.name:
+        if not self._started:
             await self._start()
         return self
 

@@ -1,19 +1,19 @@
-"""What the coordinator keeps of one session: what was fed, what came back, and what is to be fed next."""
+"""A session that generates tokens: what is fed next, and what the answers commit."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import deque
+import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dask_sdc.exceptions import ReplayMismatch
 from dask_sdc.inference.host import Chunk, SessionSettings
-from dask_sdc.inference.journal import ChunkRecord, boundary_digest, cut_records
+from dask_sdc.inference.journal import ChunkRecord, boundary_digest
 from dask_sdc.inference.model.transformer import ROWS
+from dask_sdc.inference.pipeline.fed import FedSession, Feed, Returned
 from dask_sdc.inference.session import SessionState
 from dask_sdc.inference.speculative import (
     Drafter,
@@ -65,23 +65,7 @@ class Request:
         }
 
 
-@dataclass(frozen=True)
-class Feed:
-    """A chunk that is to be fed: what, where, and how many rows of logits are wanted."""
-
-    position: int
-    array: Array
-    rows: int
-    draft: int = -1
-    tree: DraftTree | None = None
-
-    @property
-    def width(self) -> int:
-        """Positions."""
-        return int(self.array.shape[1])
-
-
-class TokenSession:
+class TokenSession(FedSession):
     """A generation on its way.
 
     Parameters
@@ -100,6 +84,8 @@ class TokenSession:
         ``model_digest``, ``tokenizer_digest`` and ``stage_boundaries`` for checkpoints.
     trees : bool
         Whether trees of drafts are fed; if not, their first branches.
+    drafting : asyncio.Lock, optional
+        Held while a drafter is asked that is a model, which takes long; sessions take turns.
     """
 
     def __init__(
@@ -111,27 +97,16 @@ class TokenSession:
         depth: int,
         facts: Mapping[str, Any],
         trees: bool = True,
+        drafting: asyncio.Lock | None = None,
     ) -> None:
-        self.name, self.request = name, request
+        super().__init__(name, depth, drafting if isinstance(drafter, ModelDrafter) else None)
+        self.request = request
         self.committed: list[int] = list(request.committed)
         self.statistics = DraftStatistics()
-        self.epoch = -1
-        #: Per stage the position up to which audits agreed, and the hash chain over what it put out.
-        self.audited: tuple[int, ...] = ()
-        self.chains: tuple[str, ...] = ()
-        #: See `SessionState`.
-        self.exact = True
-        #: Rows that count of the last chunk, if that was a tree of drafts.
-        self.branch: tuple[int, ...] = ()
-        self._chunk, self._drafter, self._depth, self._facts = chunk, drafter, depth, facts
-        self._trees = trees
+        self._chunk, self._drafter, self._facts, self._trees = chunk, drafter, facts, trees
         # The prefill feeds the prompt and what was committed before, but for the driver token.
         self._given = [*request.prompt, *request.committed[:-1]]
         self._old = len(request.committed)
-        self._records: list[ChunkRecord] = []
-        self._answers: list[ChunkRecord] = []
-        self._fed: dict[int, Chunk] = {}
-        self._flight: deque[tuple[int, Feed]] = deque()
         self._ahead = 0  # positions of the prefill that are in flight
         self._window: SpeculationWindow | None = None
 
@@ -143,21 +118,11 @@ class TokenSession:
         return tuple(self.committed[self._old :])
 
     @property
-    def position(self) -> int:
-        """Positions that were fed, came back and count."""
-        return self._records[-1].end if self._records else 0
-
-    @property
     def done(self) -> bool:
         """Whether there is nothing more to generate."""
         fresh = self.fresh
         ended = bool(fresh) and fresh[-1] in self.request.stop
         return ended or len(fresh) >= self.request.max_new_tokens
-
-    @property
-    def room(self) -> int:
-        """Chunks that may be fed now."""
-        return self._depth - len(self._flight)
 
     def state(self) -> SessionState:
         """Return what a recovery works from."""
@@ -177,45 +142,23 @@ class TokenSession:
             exact=self.exact,
         )
 
-    def settings(self, capacity: int, sketched: bool = False) -> SessionSettings:
+    def settings(self, capacity: int | None, sketched: bool = False) -> SessionSettings:
         """Return what the stages have to know."""
         request = self.request
         return SessionSettings(1, capacity, True, request.temperature, request.top_p, request.seed, sketched)
 
-    def records(self, after: int, last: int) -> tuple[ChunkRecord, ...]:
-        """Return what was fed and counts, behind one chunk up to another."""
-        return _between(self._records, after, last)
+    @property
+    def count(self) -> int:
+        """Fresh tokens."""
+        return len(self.committed) - self._old
 
-    def known(self, after: int, last: int) -> tuple[ChunkRecord, ...]:
-        """Return `records`, with those behind them that are on their way."""
-        flying = [
-            self._fed[index] for index, _ in self._flight if after < index <= last and index in self._fed
-        ]
-        ahead = [ChunkRecord(c.index, c.position, c.width, c.width, c.digest) for c in flying]
-        return self.records(after, last) + tuple(ahead)
-
-    def answers(self, after: int, last: int) -> tuple[ChunkRecord, ...]:
-        """Return what the tail made of it."""
-        return _between(self._answers, after, last)
-
-    def tokens_before(self, chunk: int | None) -> int:
-        """Return how many fresh tokens come from chunks before one; all of them for None."""
-        if chunk is None:
-            return len(self.fresh)
-        before = self._records[: bisect_left(self._records, chunk, key=_index)]
+    def count_before(self, chunk: int) -> int:
+        """Return how many fresh tokens come from chunks before one."""
+        before = self._records_before(chunk)
         known = before[-1].end - len(self.request.prompt) + 1 - self._old if before else 0
-        return max(0, min(known, len(self.fresh)))
-
-    def fed(self, indices: Sequence[int]) -> list[Chunk]:
-        """Return chunks that were fed."""
-        return [self._fed[index] for index in indices]
+        return max(0, min(known, self.count))
 
     # -- what is next ----------------------------------------------------------------------------
-
-    @property
-    def drafts_slowly(self) -> bool:
-        """Whether `next_feed` may take long: a model is asked."""
-        return isinstance(self._drafter, ModelDrafter)
 
     def next_feed(self) -> Feed | None:
         """Return what can be fed now, None if nothing."""
@@ -257,54 +200,26 @@ class TokenSession:
         ids = np.asarray([drafted.tokens], np.int64)
         return Feed(drafted.position, ids, len(drafted.tokens), drafted.index, drafted.tree)
 
-    def sent(self, index: int, feed: Feed) -> Chunk:
-        """Note that a chunk is on its way under a number, and return it."""
-        digest = boundary_digest(feed.array)
-        tree = feed.tree or DraftTree((), ())
-        chunk = Chunk(
-            self.name,
-            index,
-            feed.position,
-            feed.array,
-            feed.rows,
-            digest,
-            tree.tokens,
-            tree.parents,
-            self.branch,
-        )
-        self._fed[index] = chunk
-        self._flight.append((index, feed))
-        return chunk
-
-    @property
-    def awaited(self) -> int | None:
-        """Number of the chunk whose answer is next, None if none is in flight."""
-        return self._flight[0][0] if self._flight else None
-
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        """Numbers of the chunks in flight, the oldest first."""
-        return tuple(index for index, _ in self._flight)
-
-    def returned(self, answer: ChunkRecord) -> None:
+    def returned(self, answer: Returned) -> None:
         """Take the answer to the oldest chunk in flight and commit the tokens that it gives."""
+        record = answer.record
         index, feed = self._flight.popleft()
         chunk = self._fed[index]
         if feed.draft < 0:
             self._ahead -= feed.width
-            self._settle(chunk, answer, feed.width)
-            self._prefilled(answer)
+            self._settle(chunk, record, feed.width)
+            self._prefilled(record)
             return
         assert self._window is not None
-        tokens = self._window.returned(feed.draft, answer.tokens)
+        tokens = self._window.returned(feed.draft, record.tokens)
         if tokens is None:
             del self._fed[index]
             return
         if feed.tree is not None:
-            chunk = self._pruned(chunk, feed.tree, answer.tokens)
+            chunk = self._pruned(chunk, feed.tree, record.tokens)
         else:
             self.branch = ()
-        self._settle(chunk, answer, len(tokens))
+        self._settle(chunk, record, len(tokens))
         self.committed += self._until_stop(tokens)
 
     def _pruned(self, chunk: Chunk, tree: DraftTree, tokens: Sequence[int]) -> Chunk:
@@ -342,37 +257,13 @@ class TokenSession:
                 return tokens[: k + 1]
         return tokens[:most]
 
-    def _settle(self, chunk: Chunk, answer: ChunkRecord, kept: int) -> None:
-        fed = ChunkRecord(chunk.index, chunk.position, chunk.width, kept, chunk.digest)
-        self._records.append(fed)
-        self._answers.append(replace(answer, kept=kept))
-
-    def roll_back(self, position: int) -> None:
-        """Believe nothing any more that was computed from a position on; `restart` is to follow."""
-        if position >= self.position:
-            return
-        self._records = list(cut_records(self._records, position))
-        self._answers = list(cut_records(self._answers, position))
-        counted = {record.index for record in self._records}
-        self._fed = {index: chunk for index, chunk in self._fed.items() if index in counted}
+    def _rolled_back(self, position: int) -> None:
         self.committed = self.committed[: max(self._old, position - len(self.request.prompt) + 1, 0)]
         self._window = None
-        self.branch = ()
 
     def restart(self, epoch: int) -> None:
         """Enter an epoch: what is in flight never comes back."""
-        self.epoch = epoch
-        while self._flight:
-            self._fed.pop(self._flight.popleft()[0], None)
+        super().restart(epoch)
         self._ahead = 0
         if self._window is not None:
             self._window.restart()
-
-
-def _index(record: ChunkRecord) -> int:
-    return record.index
-
-
-def _between(records: list[ChunkRecord], after: int, last: int) -> tuple[ChunkRecord, ...]:
-    begin, end = (bisect_left(records, bound, key=_index) for bound in (after + 1, last + 1))
-    return tuple(records[begin:end])

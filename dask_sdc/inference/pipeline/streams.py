@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from distributed import Client
 
@@ -13,6 +14,8 @@ from dask_sdc.inference.receipts import RunReceipt
 from dask_sdc.inference.speculative import DraftStatistics
 
 __all__ = ["Generation", "News", "check_settings", "last_of", "synchronous", "tokens_of"]
+
+T = TypeVar("T")
 
 #: Settings of a generation.
 _SETTINGS = ("temperature", "top_p", "seed", "stop", "resume")
@@ -97,14 +100,15 @@ async def last_of(run: AsyncGenerator[News, None]) -> Generation:
     return last.generation
 
 
-def synchronous(client: Client, tokens: AsyncGenerator[int, None]) -> Iterator[int]:
-    """Yield the tokens of an asynchronous generator in this thread."""
+def synchronous(client: Client, source: AsyncGenerator[T, None]) -> Iterator[T]:
+    """Yield what an asynchronous generator yields, in this thread."""
 
-    async def following() -> int | None:
-        return await anext(tokens, None)
+    async def following() -> T | None:
+        return await anext(source, None)
 
     try:
-        while (token := client.sync(following)) is not None:
-            yield token
+        while (one := client.sync(following)) is not None:
+            yield one
     finally:
-        client.sync(tokens.aclose)
+        if client.status == "running":
+            client.sync(source.aclose)

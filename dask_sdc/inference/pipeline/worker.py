@@ -389,10 +389,13 @@ class StageWorkerPlugin(WorkerPlugin):
                 asyncio.to_thread(self.copies.load, pipeline, number, blob)
             )
         try:
-            ready[number] = await asyncio.shield(self._loading[key])
+            loaded = await asyncio.shield(self._loading[key])
         finally:
             self._loading.pop(key, None)
-        return ready[number]
+        if self.spares.get(pipeline) is not ready:
+            raise StageError(f"stage {number}: pipeline {pipeline} was closed while it was loaded")
+        ready[number] = loaded
+        return loaded
 
     async def load(
         self, pipeline: str, place: Mapping[str, Any], stage: bytes, epoch: int, topic: str
@@ -481,10 +484,10 @@ class StageWorkerPlugin(WorkerPlugin):
         """Work on (RPC handler)."""
         self._seat(pipeline).resume(epoch, chunk)
 
-    async def truncate(self, pipeline: str, session: str, position: int, settled: Sequence[int]) -> None:
-        """Forget a session from a position on (RPC handler)."""
+    async def truncate(self, pipeline: str, session: str, position: int, settled: Sequence[int]) -> bool:
+        """Forget a session from a position on; see `StageHost.truncate` (RPC handler)."""
         seat = self._seat(pipeline)
-        await seat.run(seat.host.truncate, session, position, settled)
+        return await seat.run(seat.host.truncate, session, position, settled)
 
     async def digests(self, pipeline: str, session: str, after: int = -1) -> list[list[Any]]:
         """Return the records of a session's inputs behind a chunk (RPC handler)."""

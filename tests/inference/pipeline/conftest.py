@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,18 @@ from tests.inference.pipeline.models import write_store
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("weights") / "tiny.zarr"
+
+
+@pytest.fixture
+def damaged(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the model with one bit of one tensor flipped."""
+    copy = tmp_path / "damaged"
+    shutil.copytree(folder, copy)
+    target = next(path for path in (copy / "layers.1.mlp.up.weight" / "c").rglob("*") if path.is_file())
+    content = bytearray(target.read_bytes())
+    content[100] ^= 1
+    target.write_bytes(content)
+    return copy
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,14 @@ def write_store(path: Path) -> WeightStore:
     """Write the model and open it."""
     convert(MemorySource(CONFIG, text=None), path)
     return WeightStore.open(path)
+
+
+def left_over(dask_worker: Any) -> list[str]:
+    """Return what pipelines left on a worker."""
+    plugins = dask_worker.plugins
+    stages, coordinators = plugins["dask_sdc-stages"], plugins.get("dask_sdc-coordinators")
+    hosted = coordinators.pipelines if coordinators is not None else ()
+    return [*stages.seats, *stages.spares, *stages.shadows, *hosted]
 
 
 def generated(

@@ -14,16 +14,18 @@ from dask_sdc.exceptions import (
     CheckpointError,
     ClosedError,
     ContextOverflow,
+    CorruptionError,
     InputError,
     NoDomainError,
 )
 from dask_sdc.faults.stages import StageFault, arm_stage_fault
 from dask_sdc.inference.checkpoint import Checkpoint
 from dask_sdc.inference.pipeline import Pipeline
+from dask_sdc.inference.pipeline.worker import NAME, StageWorkerPlugin
 from dask_sdc.inference.session import LossKind
 from dask_sdc.inference.speculative import NGramDrafter
 from dask_sdc.inference.weights.store import WeightStore
-from tests.inference.pipeline.models import PROMPT, THREADS_OF_ZARR, generated, write_store
+from tests.inference.pipeline.models import PROMPT, THREADS_OF_ZARR, generated, left_over
 
 FOUR = [("127.0.0.1", 1)] * 4
 
@@ -240,19 +242,33 @@ def test_a_lost_message_is_a_gap_though_others_came_after_it(
     in_cluster(body)
 
 
-def test_weights_that_were_damaged_are_refused(store: WeightStore, tmp_path: Path) -> None:
-    damaged = write_store(tmp_path / "damaged.zarr")
-    chunk = next(
-        p
-        for p in sorted((tmp_path / "damaged.zarr" / "layers.3.mlp.up.weight").rglob("c/**/*"))
-        if p.is_file()
-    )
-    raw = bytearray(chunk.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    chunk.write_bytes(raw)
-
+def test_weights_that_were_damaged_are_refused_and_nothing_is_left(damaged: Path) -> None:
     async def body(c: Client) -> None:
-        with pytest.raises(Exception, match=r"layers\.3\.mlp\.up\.weight"):
-            await Pipeline(c, damaged, stages=3, spares=0)
+        with pytest.raises(CorruptionError, match=r"layers\.1\.mlp\.up\.weight is damaged"):
+            await Pipeline(c, damaged, stages=3, spares=1)
+        assert not any((await c.run(left_over)).values())
 
     in_cluster(body)
+
+
+def test_a_start_that_is_cancelled_leaves_nothing(store: WeightStore) -> None:
+    @gen_cluster(client=True, nthreads=FOUR, timeout=250, clean_kwargs=THREADS_OF_ZARR)
+    async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
+        async def opened() -> Pipeline:
+            return await Pipeline(c, store, stages=3, spares=1)
+
+        plugins: list[StageWorkerPlugin] = []
+        start = asyncio.ensure_future(opened())
+        while not any(plugin._loading for plugin in plugins):
+            await asyncio.sleep(0)
+            plugins = [worker.plugins[NAME] for worker in workers if NAME in worker.plugins]
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        while any(plugin._loading for plugin in plugins):
+            await asyncio.sleep(0)
+        assert not any(map(left_over, workers))
+        async with Pipeline(c, store, stages=3, spares=1) as pipeline:
+            assert (await pipeline.generate(PROMPT, 4)).ids == generated(store, PROMPT, 4)
+
+    run()

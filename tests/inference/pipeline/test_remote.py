@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -9,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from distributed import Client, LocalCluster, Scheduler, Worker
@@ -18,6 +18,7 @@ from distributed.utils_test import gen_cluster
 from dask_sdc.exceptions import (
     ClosedError,
     ClusterError,
+    CorruptionError,
     GenerationInterrupted,
     InputError,
     InputTypeError,
@@ -27,16 +28,9 @@ from dask_sdc.inference.pipeline import Pipeline, RemotePipeline
 from dask_sdc.inference.pipeline.placement import LABEL
 from dask_sdc.inference.session import LossKind
 from dask_sdc.inference.weights.store import WeightStore
-from tests.inference.pipeline.models import PROMPT, THREADS_OF_ZARR, generated
+from tests.inference.pipeline.models import PROMPT, THREADS_OF_ZARR, generated, left_over
 
 LABELLED = [("127.0.0.1", 1, {"resources": {LABEL: 1}})] * 3
-
-
-def left_over(dask_worker: Any) -> list[str]:
-    """Return what pipelines left on a worker."""
-    stages = dask_worker.plugins["dask_sdc-stages"]
-    coordinators = dask_worker.plugins["dask_sdc-coordinators"]
-    return [*stages.seats, *stages.spares, *stages.shadows, *coordinators.pipelines]
 
 
 def pid_of(client: Client, address: str) -> int:
@@ -124,6 +118,24 @@ def test_bad_input_is_named_before_any_work(store: WeightStore) -> None:
                 await remote.generate(PROMPT, 4, stop=threading.Lock())
             assert (await remote.generate(PROMPT, 4)).ids == generated(store, PROMPT, 4)
         assert not any(left_over(worker) for worker in workers)
+
+    run()
+
+
+def test_a_start_that_fails_or_takes_too_long_leaves_nothing(
+    store: WeightStore, damaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @gen_cluster(client=True, nthreads=LABELLED, timeout=250, clean_kwargs=THREADS_OF_ZARR)
+    async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
+        with pytest.raises(CorruptionError, match=r"layers\.1\.mlp\.up\.weight is damaged"):
+            await RemotePipeline(c, str(damaged), stages=2)
+        assert not any(left_over(worker) for worker in workers)
+        monkeypatch.setattr("dask_sdc.inference.pipeline.remote._START", 0.01)
+        with pytest.raises(ClusterError, match=r"no sign of life within 0\.01 s, before it could coordinate"):
+            await RemotePipeline(c, store, stages=2)
+        plugins = [worker.plugins["dask_sdc-coordinators"] for worker in workers]
+        while any(plugin._starting for plugin in plugins) or any(map(left_over, workers)):
+            await asyncio.sleep(0.01)  # the time limit ends it
 
     run()
 

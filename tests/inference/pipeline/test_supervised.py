@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,18 +26,6 @@ def started(*arguments: str) -> subprocess.Popen[str]:
 def line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
-
-
-@pytest.fixture
-def damaged(folder: Path, tmp_path: Path) -> Path:
-    """A copy of the model with one bit of one tensor flipped."""
-    copy = tmp_path / "damaged"
-    shutil.copytree(folder, copy)
-    target = next(path for path in (copy / "layers.1.mlp.up.weight" / "c").rglob("*") if path.is_file())
-    content = bytearray(target.read_bytes())
-    content[100] ^= 1
-    target.write_bytes(content)
-    return copy
 
 
 def test_preflight_proves_weights_and_counts_layers(folder: Path, store: WeightStore) -> None:
