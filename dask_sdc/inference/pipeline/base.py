@@ -309,11 +309,13 @@ async def _nothing() -> None:
 
 
 def check_int(name: str, value: Any, least: int) -> None:
+    """Refuse what is no int of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"{name}: expected an int of at least {least}, got {value!r}")
 
 
 def check_number(name: str, value: Any) -> float:
+    """Return a finite number of at least 0, and refuse anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise InputError(f"{name}: expected a finite number >= 0, got {value!r}")
     return float(value)
