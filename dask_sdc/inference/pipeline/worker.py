@@ -392,9 +392,8 @@ class StageWorkerPlugin(WorkerPlugin):
             loaded = await asyncio.shield(self._loading[key])
         finally:
             self._loading.pop(key, None)
-        if self.spares.get(pipeline) is not ready:
-            raise StageError(f"stage {number}: pipeline {pipeline} was closed while it was loaded")
-        ready[number] = loaded
+        if self.spares.get(pipeline) is ready:  # else the pipeline was closed meanwhile
+            ready[number] = loaded
         return loaded
 
     async def load(
@@ -404,6 +403,8 @@ class StageWorkerPlugin(WorkerPlugin):
         await self.leave(pipeline)
         where = Place(**place)
         loaded = await self._loaded(pipeline, where.number, stage)
+        if pipeline not in self.spares:
+            raise StageError(f"stage {where.number}: pipeline {pipeline} was closed while it was loaded")
         if pipeline in self.shadows:
             await self.shadows[pipeline].drop(where.number)
         self.spares.get(pipeline, {}).pop(where.number, None)
