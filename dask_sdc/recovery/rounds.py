@@ -103,7 +103,7 @@ class RankRounds:
         self.holders: dict[int, Holder] = {}
         self.failure: Answer | None = None
         self._given: dict[int, tuple[int, ...]] = {}
-        # Ranks whose task will run again, and ranks that will never come again, with the reason.
+        # Ranks that may begin anew, and ranks that will never come again, with the reason.
         self._away: set[int] = set()
         self._gone: dict[int, str] = {}
 
@@ -154,8 +154,14 @@ class RankRounds:
         return Answer("sum", sums)
 
     def step_back(self, rank: int) -> None:
-        """Note that a rank's task will run again."""
-        self._away.add(rank)
+        """Note that a rank's task was taken from its worker: it was cancelled, or begins anew.
+
+        Who begins anew counts from round 0, and so can take part only while that is open.
+        """
+        if self.number == 0:
+            self._away.add(rank)
+        else:
+            self.leave(rank, "was cancelled or begins anew")
 
     def leave(self, rank: int, why: str) -> None:
         """Note that a rank will never come again."""
