@@ -71,16 +71,10 @@ class RankGroup:
             raise InputTypeError(f"expected an integer for size, got {size!r}")
         if not 1 <= size <= _MAX_SIZE:
             raise InputError(f"expected 1 to {_MAX_SIZE} ranks, got {size}")
-        try:
-            seconds = parse_timedelta(timeout)
-        except (KeyError, ValueError, TypeError) as error:
-            raise InputError(f"expected a time such as '60s', got {timeout!r}") from error
-        if not 0 < seconds < float("inf"):
-            raise InputError(f"expected a timeout of more than 0 seconds, got {timeout!r}")
         self.client = client
         self.name = name
         self._id = f"{name}-{uuid.uuid4().hex}"
-        self._seconds = float(seconds)
+        self._seconds = _seconds(timeout)
         self._opened = False
         self.ranks = tuple(
             DaskAllReduce(self._id, name, rank, size, self._seconds, client) for rank in range(size)
@@ -252,12 +246,24 @@ class DaskAllReduce:
                 f"scheduler any more: {error or type(error).__name__}",
                 ranks=(self.rank,),
             ) from error
+        if reply is None:  # no such handler
+            return Answer("closed", message=f"{self._name}: expected an open group, the scheduler has none")
         return Answer(**reply)
 
     def _unpack(self, answer: Answer) -> tuple[int, ...]:
         sums = answer.unpack()
         self._number += 1
         return sums
+
+
+def _seconds(timeout: float | str) -> float:
+    try:
+        seconds = float(parse_timedelta(timeout))
+    except (KeyError, ValueError, TypeError) as error:
+        raise InputError(f"expected a timeout such as 60 or '60s', got {timeout!r}") from error
+    if not seconds > 0:
+        raise InputError(f"expected a timeout of more than 0 seconds, got {timeout!r}")
+    return seconds
 
 
 @dataclass(frozen=True)
