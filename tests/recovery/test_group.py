@@ -7,6 +7,7 @@ import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 from distributed import Client, Event, LocalCluster, Nanny, Scheduler, Worker, wait, worker_client
@@ -77,6 +78,25 @@ async def test_one_thread_serves_many_ranks_that_wait_for_each_other(
     async with RankGroup(c, 6, timeout=20) as group:
         results = await c.gather(c.map(sums, group.ranks, rounds=4))
         assert results == [expected(6, 4)] * 6
+
+
+def hangs_on_the_same_thread(rank: DaskAllReduce) -> Any:
+    if rank.rank == 1:
+        Event("go on").wait()
+        return None
+    return sums(rank)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
+async def test_a_rank_raises_although_another_has_taken_its_thread(
+    c: Client, s: Scheduler, a: Worker
+) -> None:
+    async with RankGroup(c, 2, timeout=1) as group:
+        zero, one = (c.submit(hangs_on_the_same_thread, rank) for rank in group.ranks)
+        with pytest.raises(RankLost, match="rank 1"):
+            await zero
+        await Event("go on").set()
+        await one
 
 
 def in_worker_client(rank: DaskAllReduce) -> list[tuple[int, ...]]:
@@ -181,7 +201,8 @@ def test_a_rank_whose_task_is_over_is_lost_at_once(ending: str, said: str) -> No
         async with RankGroup(c, 3, name="train", timeout=250) as group:
             futures = c.map(in_turn, group.ranks, ending=ending)
             if ending == "hangs":
-                await until_async(lambda: waiting_ranks(s) == 2)
+                (found,) = plugin_of(s).groups.values()
+                await until_async(lambda: found.rounds.number == 1 and waiting_ranks(s) == 2)
                 await c.cancel([futures[1]])
             zero, two = await settled([futures[0], futures[2]])
             assert type(zero) is type(two) is RankLost
@@ -199,7 +220,6 @@ async def test_a_rank_is_lost_with_its_worker(c: Client, s: Scheduler, a: Worker
         future = c.submit(sums, group.ranks[1], workers=[b.address])
         mine = asyncio.create_task(sums_async(group.ranks[0], 2))
         assert await future == expected(2)
-        await until_async(lambda: waiting_ranks(s) == 0)
         await b.close()
         with pytest.raises(RankLost, match=f"rank 1 \\({b.address}.*") as caught:
             await mine
@@ -466,6 +486,18 @@ async def test_a_group_that_is_closed_tells_who_waits(c: Client, s: Scheduler, *
     assert nothing_is_kept(s)
 
 
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
+async def test_a_restart_tells_who_waits(c: Client, s: Scheduler, a: Worker) -> None:
+    group = await RankGroup(c, 2, timeout=250)
+    mine = asyncio.create_task(group.ranks[0].sum_async([1]))
+    await until_async(lambda: waiting_ranks(s) == 1)
+    plugin_of(s).restart(s)  # what the scheduler calls
+    with pytest.raises(ClosedError, match="the cluster was restarted"):
+        await mine
+    assert nothing_is_kept(s)
+
+
+@pytest.mark.slow
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, Worker=Nanny, timeout=120)
 async def test_no_group_outlives_a_restart(c: Client, s: Scheduler, a: Nanny, b: Nanny) -> None:
     group = await RankGroup(c, 3, timeout=250)
@@ -497,6 +529,21 @@ async def test_a_scheduler_without_the_plugin_says_so(c: Client, s: Scheduler) -
     del s.handlers["sdc_ranks_sum"]
     with pytest.raises(ClosedError, match="the scheduler has none"):
         await group.ranks[0].sum_async([1])
+
+
+@gen_cluster(client=True, nthreads=[])
+async def test_a_silent_scheduler_is_given_up(c: Client, s: Scheduler) -> None:
+    async def say_nothing(**message: Any) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    group = await RankGroup(c, 2, name="train", timeout=0.1)
+    s.handlers["sdc_ranks_sum"] = say_nothing
+    with (
+        mock.patch("dask_sdc.recovery.cluster.group._GRACE", 0.1),
+        pytest.raises(RankLost, match=r"train, round 0: rank 0 \(Client-.*not reach the scheduler") as caught,
+    ):
+        await group.ranks[0].sum_async([1])
+    assert caught.value.ranks == (0,)
 
 
 # -- synchronous clients -----------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_ranks_on_processes(cluster4: Client) -> None:
     ("number", "timeout", "said"),
     [
         (signal.SIGKILL, 250.0, "was lost with its worker"),
-        (signal.SIGSTOP, 3.0, "did not come within 3 s"),
+        pytest.param(signal.SIGSTOP, 3.0, "did not come within 3 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_dies_or_freezes_is_named_on_all_others(

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+pytestmark = [
+    pytest.mark.slow,  # torch takes seconds to import, in every process
+    pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed"),
+]
 
 SIZE = 3
 SCRIPT = Path(__file__).with_name("torch_ranks.py")

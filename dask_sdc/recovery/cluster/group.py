@@ -6,12 +6,13 @@ import asyncio
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
 from dask.utils import parse_timedelta
-from distributed import Client, Worker, get_worker, rejoin, secede
+from distributed import Client, Worker, get_worker, secede
+from distributed.core import Status
 from distributed.utils import in_async_call, sync
 
 from dask_sdc.exceptions import ClosedError, InputError, InputTypeError, RankLost
@@ -37,8 +38,9 @@ class RankGroup:
     client : Client
         The cluster. With an asynchronous client use ``async with`` or ``await``.
     size : int
-        How many ranks there are. All of them have to run at once: give the cluster that many threads, or let
-        ranks wait for each other, which they do outside of their worker's thread pool.
+        How many ranks there are. All of them have to come to a sum before any goes on, so they have to run at
+        once. A worker gives a rank that waits a thread of its own, and so can have more ranks than threads;
+        of one process no more than 500, since each that waits keeps a connection.
     name : str
         Names the group in messages.
     timeout : float or str
@@ -166,7 +168,8 @@ class DaskAllReduce:
     def sum(self, values: Sequence[int]) -> tuple[int, ...]:
         """Return the sums over all ranks, when every rank has called it.
 
-        A task leaves its worker's thread pool while it waits, so that other ranks can begin.
+        From its first sum on a task has a thread outside of its worker's pool, as after
+        ``distributed.secede()``, so that other ranks can begin there.
 
         Parameters
         ----------
@@ -194,7 +197,8 @@ class DaskAllReduce:
         place = _Place.here(self._client)
         if in_async_call(place.loop):
             raise InputError(f"{self!r}: expected sum_async() on an event loop, which sum() would block")
-        with self._alone(), place.waiting():
+        with self._alone():
+            place.leave_pool()
             return self._unpack(sync(place.loop, self._ask, place, mine))
 
     async def sum_async(self, values: Sequence[int]) -> tuple[int, ...]:
@@ -283,7 +287,7 @@ class _Place:
             client = client or Client.current()
         if client is None:
             # A thread that a task has started, say: it does not inherit the task's context.
-            workers = list(Worker._instances)
+            workers = [worker for worker in Worker._instances if worker.status == Status.running]
             if len(workers) != 1:
                 raise InputError("expected to be on a worker or to have a client, got neither")
             return cls.on(workers[0])
@@ -296,19 +300,11 @@ class _Place:
         key = worker.active_threads.get(threading.get_ident())
         return cls(worker.address, worker.loop, worker.scheduler, key)
 
-    def waiting(self) -> Any:
-        """Be out of the worker's thread pool meanwhile, if this is a task that is in it."""
-        return nullcontext() if self.key is None else _out_of_the_pool()
+    def leave_pool(self) -> None:
+        """Take a task's thread out of its worker's pool, so that whoever is waited for can begin there.
 
-
-@contextmanager
-def _out_of_the_pool() -> Iterator[None]:
-    try:
-        secede()
-    except KeyError:  # it has left already
-        yield
-        return
-    try:
-        yield
-    finally:
-        rejoin()
+        It does not come back: while it waited for a place, all other ranks would wait for it.
+        """
+        if self.key is not None:
+            with suppress(KeyError):  # it has left already
+                secede()
