@@ -16,7 +16,7 @@ class Holder:
     Parameters
     ----------
     place : str
-        Address of a worker, or id of a client.
+        Address of a worker, or id of a client; empty as long as it is not known.
     key : str, tuple or None
         Key of the task on a worker, where it is known.
     token : str
@@ -28,7 +28,8 @@ class Holder:
     token: str
 
     def __str__(self) -> str:
-        return self.place if self.key is None else f"{self.place}, task {self.key!r}"
+        task = [] if self.key is None else [f"task {self.key!r}"]
+        return ", ".join([self.place or "not heard of yet", *task])
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,11 @@ class RankRounds:
         # Ranks that may begin anew, and ranks that will never come again, with the reason.
         self._away: set[int] = set()
         self._gone: dict[int, str] = {}
+
+    def expect(self, rank: int, key: Any) -> None:
+        """Note which task will speak for a rank."""
+        self.holders[rank] = Holder("", key, "")
+        self._away.add(rank)
 
     def contribute(self, rank: int, number: int, values: tuple[int, ...], holder: Holder) -> Answer | None:
         """Take a rank's contribution.

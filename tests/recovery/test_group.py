@@ -156,6 +156,25 @@ async def test_sums_of_the_largest_counts_fit(c: Client, s: Scheduler, a: Worker
         assert results == [(2 * most, -2 * most)] * 2
 
 
+@pytest.mark.parametrize("function", [sums, sums_async])
+def test_a_group_starts_its_ranks(function: Any) -> None:
+    @gen_cluster(client=True, nthreads=THREE)
+    async def check(c: Client, s: Scheduler, *workers: Worker) -> None:
+        async with RankGroup(c, 3) as group:
+            futures = await group.map(function, [1, 2, 2], workers=[w.address for w in workers])
+            errors = await settled(futures)
+            assert errors[0] == expected(3, 1)  # which goes one round less than the others
+            assert all(type(error) is RankLost and error.ranks == (0,) for error in errors[1:])
+            assert all("has ended" in str(error) for error in errors[1:])
+        del futures
+        assert nothing_is_kept(s)
+        async with RankGroup(c, 2) as group:
+            with pytest.raises(InputError, match="expected 2 arguments, one for each rank, got 3"):
+                group.map(function, [1, 2, 3])
+
+    check()
+
+
 # -- coordinators ------------------------------------------------------------------------------
 
 
@@ -212,6 +231,50 @@ def test_a_rank_whose_task_is_over_is_lost_at_once(ending: str, said: str) -> No
             await Event("go on").set()
 
     check()
+
+
+def dies_early(rank: DaskAllReduce) -> Any:
+    if rank.rank == 1:
+        raise ArithmeticError("before the first sum")
+    return sums(rank)
+
+
+async def dies_early_async(rank: DaskAllReduce) -> Any:
+    return dies_early(rank) if rank.rank == 1 else await sums_async(rank)
+
+
+@pytest.mark.parametrize("function", [dies_early, dies_early_async])
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_rank_that_fails_before_its_first_sum_is_lost_at_once(function: Any, retries: int) -> None:
+    @gen_cluster(client=True, nthreads=THREE)
+    async def check(c: Client, s: Scheduler, *workers: Worker) -> None:
+        async with RankGroup(c, 3, timeout=250) as group:
+            zero, one, two = await settled(await group.map(function, retries=retries))
+            assert type(one) is ArithmeticError
+            assert type(zero) is type(two) is RankLost
+            assert zero.ranks == two.ranks == (1,)
+            assert "rank 1 (not heard of yet, task 'ranks-" in str(zero) and "has failed" in str(zero)
+
+    check()
+
+
+async def hangs_async(rank: DaskAllReduce) -> Any:
+    if rank.rank == 1:
+        await asyncio.sleep(300)
+    return await sums_async(rank)
+
+
+@gen_cluster(client=True, nthreads=THREE)
+async def test_a_coroutine_that_is_cancelled_is_lost_at_once(
+    c: Client, s: Scheduler, *workers: Worker
+) -> None:
+    async with RankGroup(c, 3, timeout=250) as group:
+        zero, one, two = await group.map(hangs_async)
+        await until_async(lambda: waiting_ranks(s) == 2)
+        await one.cancel()
+        for error in await settled([zero, two]):
+            assert type(error) is RankLost and error.ranks == (1,)
+            assert "was cancelled" in str(error)
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2)

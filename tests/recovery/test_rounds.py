@@ -75,6 +75,18 @@ def test_a_rank_cannot_begin_anew_in_the_middle() -> None:
     assert "begins anew" in failure.message
 
 
+def test_an_announced_rank_can_be_lost_before_it_comes() -> None:
+    rounds = RankRounds("g", 2)
+    rounds.expect(0, "task-0")
+    rounds.expect(1, "task-1")
+    give(rounds, 1)
+    assert rounds.outcome() is None
+    rounds.leave(0, "has failed")
+    failure = rounds.outcome()
+    assert failure is not None and failure.ranks == (0,)
+    assert failure.message == "g, round 0: rank 0 (not heard of yet, task 'task-0') has failed"
+
+
 @pytest.mark.parametrize("number", [0, 2, -1])
 def test_another_round_than_the_open_one_is_refused(number: int) -> None:
     rounds = RankRounds("g", 1)

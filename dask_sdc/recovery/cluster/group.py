@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
 from dask.utils import parse_timedelta
-from distributed import Client, Worker, get_worker, secede
+from distributed import Client, Future, Worker, get_worker, secede
 from distributed.core import Status
 from distributed.utils import in_async_call, sync
 
@@ -39,8 +39,8 @@ class RankGroup:
         The cluster. With an asynchronous client use ``async with`` or ``await``.
     size : int
         How many ranks there are. All of them have to come to a sum before any goes on, so they have to run at
-        once. A worker gives a rank that waits a thread of its own, and so can have more ranks than threads;
-        of one process no more than 500, since each that waits keeps a connection.
+        once. A worker gives a task that waits a thread of its own, and so can have more ranks than threads,
+        but not for coroutines. One process can have 500 ranks, since each that waits keeps a connection.
     name : str
         Names the group in messages.
     timeout : float or str
@@ -49,7 +49,7 @@ class RankGroup:
     Attributes
     ----------
     ranks : tuple of DaskAllReduce
-        One for each rank, to be sent to it.
+        One for each rank; `map` sends them, or you do.
 
     Raises
     ------
@@ -61,8 +61,7 @@ class RankGroup:
     Examples
     --------
     >>> with RankGroup(client, 4) as group:  # doctest: +SKIP
-    ...     futures = client.map(lambda rank: rank.sum([1])[0], group.ranks)
-    ...     client.gather(futures)
+    ...     client.gather(group.map(lambda rank: rank.sum([1])[0]))
     [4, 4, 4, 4]
     """
 
@@ -98,6 +97,46 @@ class RankGroup:
             raise ClosedError(f"expected client {self.client.id} to be known to the scheduler, it is not")
         self._opened = True
         return self
+
+    def map(self, function: Callable[..., Any], *iterables: Iterable[Any], **kwargs: Any) -> Any:
+        """Start one task for each rank, and tell the others at once if one of them fails.
+
+        Parameters
+        ----------
+        function : callable
+            ``f(rank, ...)``, whose first argument is a `DaskAllReduce`; may be a coroutine function.
+        *iterables
+            Further arguments, as many of each as there are ranks.
+        **kwargs
+            For ``client.map``, such as ``workers`` or ``retries``.
+
+        Returns
+        -------
+        list of Future or awaitable
+            To be awaited if the client is asynchronous.
+
+        Raises
+        ------
+        InputError
+            If there are more or fewer arguments than ranks.
+        """
+        arguments = [list(values) for values in iterables]
+        for values in arguments:
+            if len(values) != len(self.ranks):
+                raise InputError(
+                    f"expected {len(self.ranks)} arguments, one for each rank, got {len(values)}"
+                )
+        return self.client.sync(self._map, function, arguments, kwargs)
+
+    async def _map(
+        self, function: Callable[..., Any], arguments: list[list[Any]], kwargs: dict[str, Any]
+    ) -> list[Future]:
+        # Before there are tasks, so that no end of one is missed.
+        keys = [f"{self._id}-{rank.rank}" for rank in self.ranks]
+        scheduler: Any = self.client.scheduler
+        await scheduler.sdc_ranks_expect(group=self._id, keys=keys)
+        futures: list[Future] = self.client.map(function, self.ranks, *arguments, key=keys, **kwargs)
+        return futures
 
     def close(self) -> Any:
         """End the group; to be awaited if the client is asynchronous."""

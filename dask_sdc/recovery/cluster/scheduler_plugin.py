@@ -32,9 +32,10 @@ class _Group:
 class RecoverySchedulerPlugin(SchedulerPlugin):
     """Adds up what ranks contribute, and tells all of them when one is lost.
 
-    A rank is known by its first contribution. From then on it is lost when its worker or client leaves, and
-    when its task ends, fails or is cancelled. One that nothing is known of is lost at the deadline, which
-    begins with the first contribution to a round. Of rounds that are over nothing is kept but their number.
+    A rank is known by its first contribution, or from when its task is announced. From then on it is lost
+    when its worker or client leaves, and when its task ends, fails or is cancelled. One that nothing is known
+    of is lost at the deadline, which begins with the first contribution to a round. Of rounds that are over
+    nothing is kept but their number.
     """
 
     name = "dask_sdc_recovery"
@@ -53,6 +54,7 @@ class RecoverySchedulerPlugin(SchedulerPlugin):
         self.scheduler = scheduler
         scheduler.handlers.update(
             sdc_ranks_open=self.open,
+            sdc_ranks_expect=self.expect,
             sdc_ranks_sum=self.sum,
             sdc_ranks_close=self.close_group,
         )
@@ -70,6 +72,13 @@ class RecoverySchedulerPlugin(SchedulerPlugin):
         self.groups[group] = _Group(RankRounds(name, size), client, timeout)
         self._by_owner[client].add(group)
         return True
+
+    async def expect(self, group: str, keys: Sequence[Any]) -> None:
+        """Learn which tasks are going to be the ranks of a group, in their order (RPC handler)."""
+        if (found := self.groups.get(group)) is not None:
+            for rank, key in enumerate(keys):
+                found.rounds.expect(rank, key)
+                self._by_key[key].add((group, rank))
 
     async def close_group(self, group: str) -> None:
         """End a group (RPC handler)."""
@@ -97,8 +106,9 @@ class RecoverySchedulerPlugin(SchedulerPlugin):
         """Take a contribution, and answer when all ranks have made theirs (RPC handler)."""
         if (found := self.groups.get(group)) is None:
             return asdict(Answer("closed", message=f"rank {rank}: expected an open group, it was closed"))
-        holder = Holder(place, key, token)
         before = found.rounds.holders.get(rank)
+        # A coroutine does not know which task it is; but it may have been announced.
+        holder = Holder(place, before.key if key is None and before else key, token)
         refusal = found.rounds.contribute(rank, number, tuple(values), holder)
         if refusal is not None:
             return asdict(refusal)
@@ -169,7 +179,8 @@ class RecoverySchedulerPlugin(SchedulerPlugin):
             return
         for group, rank in list(self._by_key[key]):
             rounds = self.groups[group].rounds
-            if rounds.holders[rank].place not in self.scheduler.workers:
+            place = rounds.holders[rank].place
+            if place and place not in self.scheduler.workers:
                 continue  # `remove_worker` comes next, and names the true reason
             if finish == "released" and start == "processing":
                 rounds.step_back(rank)
