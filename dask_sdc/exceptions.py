@@ -5,8 +5,9 @@
     SDCError
     ├── InputError (ValueError)             refused before any work starts
     │   ├── InputTypeError (TypeError)
-    │   ├── ClosedError                     a closed auditor or client
-    │   └── ContextOverflow                 prompt and new tokens beyond the context or the memory
+    │   ├── ClosedError                     a closed auditor, client or group of ranks
+    │   ├── ContextOverflow                 prompt and new tokens beyond the context or the memory
+    │   └── LeftoverKeys (RuntimeError)     a batch with internal keys that nobody took out
     ├── CodecError (ValueError)
     │   ├── EncodeError (TypeError)         a value outside the closed set of types
     │   └── DecodeError                     bytes that are not a canonical encoding
@@ -24,6 +25,9 @@
     │       ├── NoSpareError                nobody is left to take the place of a lost stage
     │       ├── ReplayMismatch              a replay did not reproduce what is on record
     │       └── StageTimeout (TimeoutError)
+    ├── GenerationFailed (RuntimeError)     raised on every rank when one of them cannot go on
+    │   ├── RankLost                        a rank died, ended, or did not come in time
+    │   └── StaleRound                      a rank that comes late, or twice
     ├── LedgerError                         the chain is broken, or somebody else writes
     └── CheckpointError                     a checkpoint that does not belong to this fit or generation
 
@@ -65,11 +69,15 @@ class InputTypeError(InputError, TypeError):
 
 
 class ClosedError(InputError):
-    """The auditor or the client was closed."""
+    """The auditor, the client or the group of ranks was closed."""
 
 
 class ContextOverflow(InputError):
     """A prompt and its new tokens exceed the context or the memory for it; refused at admission."""
+
+
+class LeftoverKeys(InputError, RuntimeError):
+    """A batch has internal keys that somebody should have taken out."""
 
 
 class CodecError(SDCError, ValueError):
@@ -212,6 +220,48 @@ class ReplayMismatch(GenerationInterrupted):
 
 class StageTimeout(GenerationInterrupted, TimeoutError):
     """The stages did not answer before their deadline."""
+
+
+class GenerationFailed(SDCError, RuntimeError):
+    """Every rank stops generating, since one of them cannot go on.
+
+    Parameters
+    ----------
+    message : str
+        What was expected and what came.
+    local_error : str, optional
+        Why this rank cannot go on; empty on the others.
+    **fields
+        Further facts, kept as attributes.
+    """
+
+    local_error: str
+
+    def __init__(self, message: str = "", *, local_error: str = "", **fields: Any) -> None:
+        super().__init__(message, local_error=local_error, **fields)
+
+
+class RankLost(GenerationFailed):
+    """A rank died, ended, or did not come before the deadline.
+
+    Parameters
+    ----------
+    message : str
+        Names the ranks, where they were, and what became of them.
+    ranks : sequence of int, optional
+        Which ones; empty where it is not known.
+    **fields
+        As `GenerationFailed`.
+    """
+
+    ranks: tuple[int, ...]
+
+    def __init__(self, message: str = "", *, ranks: Iterable[int] = (), **fields: Any) -> None:
+        super().__init__(message, ranks=tuple(ranks), **fields)
+
+
+class StaleRound(GenerationFailed):
+    """A rank contributes to a round that is over, or while another one speaks for it."""
 
 
 class LedgerError(SDCError):

@@ -25,6 +25,7 @@ ORDER = [
     "integrations",
     "cluster",
     "inference.pipeline",
+    "recovery.cluster",
     "faults.plugin",
     "testing",
     "report",
@@ -34,7 +35,17 @@ ORDER = [
 ]
 
 # Parts that make sense without a cluster, and so never import the library that runs one.
-PURE = {"exceptions", "config", "statistics", "evidence", "policy", "inference", "faults", "graph"}
+PURE = {
+    "exceptions",
+    "config",
+    "statistics",
+    "evidence",
+    "policy",
+    "recovery",
+    "inference",
+    "faults",
+    "graph",
+}
 
 MAX_LINES = 700
 
@@ -134,6 +145,7 @@ def test_no_catch_all_modules(banned: str) -> None:
             "imports dask_sdc.Auditor, which ORDER does not know",
         ),
         ("graph.rounds", "from distributed import Client", "imports distributed"),
+        ("recovery.batch", "import dask_sdc.recovery.cluster", "imports upward: dask_sdc.recovery.cluster"),
         ("evidence.codec", "import cupy", "imports cupy outside of a kernels folder"),
         ("cluster.metrics", "from bokeh.models import X", "imports bokeh outside of the dashboard"),
         ("cluster.scrub", "try:\n    pass\nexcept:\n    pass", "has a bare except in line 3"),
@@ -151,6 +163,7 @@ def test_breach_is_found(module: str, source: str, breach: str) -> None:
         ("policy.round", "from dask_sdc.evidence.codec import encode\nfrom dask_sdc.policy import domains"),
         ("faults.plugin", "import dask_sdc.cluster\nfrom distributed import WorkerPlugin"),
         ("inference.pipeline", "from dask_sdc.inference import stage\nimport distributed"),
+        ("recovery.cluster.group", "from dask_sdc.recovery import rounds\nimport distributed"),
         ("statistics.kernels.device", "import cupy"),
         ("demo", "from dask_sdc.cluster.auditor import Auditor\nprint(1)"),
         ("", "from dask_sdc.cluster.auditor import Auditor"),
