@@ -25,6 +25,8 @@
     │       ├── NoSpareError                nobody is left to take the place of a lost stage
     │       ├── ReplayMismatch              a replay did not reproduce what is on record
     │       └── StageTimeout (TimeoutError)
+    ├── InvalidSample (ValueError)          a sample that is not what was declared
+    ├── MissingSamples (LookupError)        a dataset that is not whole
     ├── GenerationFailed (RuntimeError)     raised on every rank when one of them cannot go on
     │   ├── RankLost                        a rank died, ended, or did not come in time
     │   └── StaleRound                      a rank that comes late, or twice
@@ -220,6 +222,14 @@ class ReplayMismatch(GenerationInterrupted):
 
 class StageTimeout(GenerationInterrupted, TimeoutError):
     """The stages did not answer before their deadline."""
+
+
+class InvalidSample(SDCError, ValueError):
+    """A sample is not what was declared; the message names the array."""
+
+
+class MissingSamples(SDCError, LookupError):
+    """Samples of a dataset are not there; the message names the first of them."""
 
 
 class GenerationFailed(SDCError, RuntimeError):

@@ -25,6 +25,7 @@ ORDER = [
     "integrations",
     "cluster",
     "inference.pipeline",
+    "dataset",
     "recovery.cluster",
     "faults.plugin",
     "testing",

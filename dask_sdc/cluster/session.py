@@ -150,7 +150,7 @@ class Session:
         self._wanted_lanes = lanes
         self._pin_cores = pin_cores
         self._timeout = timeout
-        self._topic = f"sdc-{uuid.uuid4().hex[:12]}"
+        self.topic = f"sdc-{uuid.uuid4().hex[:12]}"
         self._members: dict[str, _Member] = {}
         self._lanes: dict[str, int] = {}
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
@@ -191,8 +191,8 @@ class Session:
         identities = await self._identities()
         chosen, note = choose_kind(identities) if self.kind == "auto" else (self.kind, "")
         await self.client.register_plugin(SDCSchedulerPlugin(chosen, self._wanted_lanes))
-        self.client.subscribe_topic(self._topic, self._hear)
-        state = await self._scheduler.sdc_attach(topic=self._topic, client=self.client.id)
+        self.client.subscribe_topic(self.topic, self._hear)
+        state = await self._scheduler.sdc_attach(topic=self.topic, client=self.client.id)
         if self.kind not in ("auto", state["kind"]):
             await self.detach()
             raise InputError(
@@ -201,7 +201,7 @@ class Session:
             )
         self.note = note if state["kind"] == chosen else f"domains are {state['kind']}s, as set up before"
         await self.client.register_plugin(SDCWorkerPlugin(self._custom, self._pin_cores))
-        self._learn(await self._scheduler.sdc_attach(topic=self._topic, client=self.client.id))
+        self._learn(await self._scheduler.sdc_attach(topic=self.topic, client=self.client.id))
 
     async def _connected(self) -> None:
         """Wait for a client that has lost its scheduler: it finds it again, or gives up by itself."""
@@ -246,7 +246,7 @@ class Session:
         deadline = time.monotonic() + _SETTLE
         while True:
             state: Mapping[str, Any] = await self._scheduler.sdc_attach(
-                topic=self._topic, client=self.client.id
+                topic=self.topic, client=self.client.id
             )
             if state["workers"] and state["coming"] <= self._missing:
                 return state
@@ -270,8 +270,8 @@ class Session:
         self.cancel_all()
         if self.client.status == "running":
             with contextlib.suppress(OSError):
-                self.client.unsubscribe_topic(self._topic)
-                await self._scheduler.sdc_detach(topic=self._topic)
+                self.client.unsubscribe_topic(self.topic)
+                await self._scheduler.sdc_detach(topic=self.topic)
 
     def places(self) -> list[Place]:
         """Return the live domains."""
@@ -393,7 +393,7 @@ class Session:
             raise ClosedError(f"expected a running client, got one that is {self.client.status}")
         tasks = {order.batch_id: self._task(order, work) for order in orders}
         self._serial += 1
-        graph = batch_graph(tasks.values(), run_batch, f"{self._topic}-{work.round}-{self._serial}")
+        graph = batch_graph(tasks.values(), run_batch, f"{self.topic}-{work.round}-{self._serial}")
         keys = [task.key for task in tasks.values()]
         futures = self.client.get(graph, keys, sync=False)
         for order, future in zip(orders, futures, strict=True):
@@ -409,7 +409,7 @@ class Session:
             work.info,
         )
         return BatchTask(
-            f"sdc-{order.role}-{self._topic[4:]}-{work.round}-{order.batch_id}-{order.attempt}",
+            f"sdc-{order.role}-{self.topic[4:]}-{work.round}-{order.batch_id}-{order.attempt}",
             order.role,
             work.statistic,
             Blob.of(assignment),

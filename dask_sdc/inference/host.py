@@ -39,6 +39,8 @@ class SessionSettings:
         See `sample`.
     sketched : bool
         Whether outputs are recorded with a sketch, which a fast replay is compared by.
+    taps : tuple of int
+        Layers whose outputs are kept; see `Stage.tap`.
     """
 
     batch: int = 1
@@ -48,6 +50,7 @@ class SessionSettings:
     top_p: float = 1.0
     seed: int = 0
     sketched: bool = False
+    taps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,8 @@ class StageHost:
             spill = None if self._spill is None else f"{self._spill}/{self.number}-{self._opened}-{session}"
             journal = Journal(self._journal_bytes, spill, name=name)
         state = self.stage.init(batch=settings.batch, capacity=settings.capacity)
+        if settings.taps:
+            self.stage.tap(state, settings.taps)
         self._held[session] = _Held(settings, state, DigestLog(name), journal)
 
     def close(self, session: str) -> None:
@@ -192,6 +197,10 @@ class StageHost:
     def position(self, session: str) -> int:
         """Return how many positions a session has here."""
         return self._find(session).log.position
+
+    def tapped(self, session: str) -> dict[int, Array]:
+        """Return what layers put out that are wanted; see `Stage.tapped`."""
+        return self.stage.tapped(self._find(session).state)
 
     def snapshot(self, session: str) -> Any:
         """Return what later outputs depend on; see `Stage.snapshot`."""

@@ -129,6 +129,20 @@ class Stage(ABC):
             f"{type(self).__name__} cannot take a tree of drafts, was to keep {len(rows)} of one"
         )
 
+    def tap(self, state: Any, layers: Sequence[int]) -> None:
+        """Keep what some layers of the model put out from now on, those of them that are in this stage.
+
+        Raises
+        ------
+        InputError
+            If the stage has none, as is the default.
+        """
+        raise InputError(f"{type(self).__name__} has no layers, asked for the outputs of {list(layers)}")
+
+    def tapped(self, state: Any) -> dict[int, Array]:
+        """Return what was kept: per layer an array (B, T, ...) of all positions."""
+        return {}
+
     @abstractmethod
     def position(self, state: Any) -> int:
         """Return how many positions a state has seen."""
@@ -286,6 +300,14 @@ class TransformerStage(Stage):
     def keep(self, state: KVCache, position: int, rows: Sequence[int]) -> None:
         """Keep these keys and values of a tree; see `KVCache.keep`."""
         state.keep(position, rows)
+
+    def tap(self, state: KVCache, layers: Sequence[int]) -> None:
+        """Keep what some layers put out from now on."""
+        state.tap(layers)
+
+    def tapped(self, state: KVCache) -> dict[int, Array]:
+        """Return what was kept: activations (B, T, D)."""
+        return {layer: state.tapped(layer) for layer in state.taps}
 
     def position(self, state: KVCache) -> int:
         """Return the positions in the cache."""

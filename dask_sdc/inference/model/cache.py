@@ -107,6 +107,8 @@ class KVCache:
         self.length = 0
         self._xp = xp
         self._layers = [self._empty(config.sliding_window[i]) for i in layers]
+        #: Outputs (B, T, D) of layers that are wanted, chunk by chunk.
+        self.taps: dict[int, list[Any]] = {}
 
     def _empty(self, window: int | None) -> LayerCache:
         return LayerCache(self._zeros(0), self._zeros(0), window)
@@ -225,6 +227,17 @@ class KVCache:
                     f"too few for a window of {layer.window} at {length}"
                 )
         self.length = length
+        for index in self.taps:
+            self.taps[index] = [self.tapped(index)[:, :length]]
+
+    def tap(self, layers: Iterable[int]) -> None:
+        """Keep what these layers put out from now on, those of them that are here."""
+        self.taps = {index: [] for index in layers if index in self.layers}
+
+    def tapped(self, layer: int) -> Any:
+        """Return what a layer put out at all positions: (B, T, D)."""
+        nothing = self._xp.zeros((self.batch, 0, self.config.hidden_size), dtype=self._xp.float32)
+        return self._xp.concatenate([nothing, *self.taps[layer]], axis=1)
 
     def keep(self, position: int, rows: Sequence[int]) -> None:
         """Let some of the positions from ``position`` on take the place of all, in their order.

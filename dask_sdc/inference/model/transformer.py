@@ -308,13 +308,36 @@ class Transformer:
         cache.reserve(steps)
         h = self._embedded(x, cache.length, depths) if self.first else self._given(x)  # (R, D)
         cos, sin = self._rotation(cache.length, steps, depths)  # (T, head_dim / 2)
-        h = kernels.run(h, steps, cos, sin, cache.cached, cache.length, tree)  # (R, D)
+        h = self._through(kernels, h, steps, cos, sin, cache, tree)  # (R, D)
         cache.length += steps
         h = h.reshape(-1, steps, size)  # (B, T, D)
         if not self.last:
             return h
         rows = steps if rows is None else rows
         return self._logits(h, rows, self._kernels(rows, rounded, bool(parents)))
+
+    def _through(
+        self,
+        kernels: RowKernels | ArrayKernels,
+        h: Array,
+        steps: int,
+        cos: Array,
+        sin: Array,
+        cache: KVCache,
+        tree: Array,
+    ) -> Array:
+        """Run rows (R, D) through the layers, with a stop where the output of one is wanted."""
+        if not cache.taps:
+            return kernels.run(h, steps, cos, sin, cache.cached, cache.length, tree)
+        begin = 0
+        for layer in sorted({*cache.taps, self.layers.stop - 1}):
+            end = layer + 1 - self.layers.start
+            part = kernels.part(begin, end)
+            h = part.run(h, steps, cos, sin, cache.cached[begin:end], cache.length, tree)
+            begin = end
+            if layer in cache.taps:
+                cache.taps[layer].append(self._xp.array(h, copy=True).reshape(-1, steps, h.shape[1]))
+        return h
 
     def _kernels(self, rows: int, rounded: bool, tree: bool) -> RowKernels | ArrayKernels:
         if rounded:

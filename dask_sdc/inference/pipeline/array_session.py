@@ -22,7 +22,7 @@ from dask_sdc.inference.journal import ChunkRecord
 from dask_sdc.inference.pipeline.fed import FedSession, Feed, Returned
 from dask_sdc.inference.session import SessionState
 
-__all__ = ["ArraySession", "RolloutSession", "StreamSession", "checked_chunk"]
+__all__ = ["ArraySession", "RolloutSession", "StatesSession", "StreamSession", "checked_chunk"]
 
 Array = np.ndarray[Any, Any]
 
@@ -220,6 +220,39 @@ class StreamSession(ArraySession):
             like = self._inputs[0] if self._inputs else None
             self._inputs.append(checked_chunk(f"chunk {number}", chunk, like))
         return number < len(self._inputs)
+
+
+class StatesSession(StreamSession):
+    """A session that is fed a text, whose tail gives logits, and whose layers are tapped.
+
+    Parameters
+    ----------
+    ids : tuple of int
+        The text.
+    chunk : int
+        Positions that are fed at once.
+    layers : tuple of int
+        Layers whose outputs are wanted.
+    logits : bool
+        Whether the logits of all positions are wanted, or none.
+    **session
+        See `ArraySession`.
+    """
+
+    def __init__(
+        self, ids: Sequence[int], chunk: int, layers: Sequence[int], logits: bool, **session: Any
+    ) -> None:
+        text = np.asarray([ids], np.int64)
+        pieces = [text[:, begin : begin + chunk] for begin in range(0, len(ids), chunk)]
+        super().__init__(iter(pieces), **session)
+        self.taps, self._logits = tuple(layers), logits
+
+    def _rows(self, number: int) -> int | None:
+        return None if self._logits else 0
+
+    def settings(self, capacity: int | None, sketched: bool = False) -> SessionSettings:
+        """Return what the stages have to know."""
+        return SessionSettings(1, capacity, False, sketched=sketched, taps=self.taps)
 
 
 class RolloutSession(ArraySession):

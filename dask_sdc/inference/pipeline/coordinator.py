@@ -132,7 +132,8 @@ class Coordinator:
                         await self._turn(session)
                         yield self._handed_out(session)
                     await self._until_healed(session, self._finished(session))
-                    over = session.done  # an audit may have taken some of it back
+                    # An audit may have taken some of it back, or a stage was lost meanwhile.
+                    over = session.done and len(session.tapped) == len(session.taps)
                 yield self._handed_out(session)
             finally:
                 try:
@@ -163,8 +164,26 @@ class Coordinator:
             self._handed_out(session)
             stages = range(len(self.ring))
             session.audited = tuple(self._audits.clean.get((session.name, stage), 0) for stage in stages)
+        if session.done and session.taps:
+            session.tapped = await self._tapped(session)
         if session.done and session.exact:
             session.chains = await self._chains(session)
+
+    async def _tapped(self, session: FedSession) -> dict[int, Any]:
+        """Return what the layers put out that are wanted."""
+        calls = [self.ring.call(stage, "tapped", session=session.name) for stage in range(len(self.ring))]
+        try:
+            answers = await self._or_alarm(
+                asyncio.ensure_future(asyncio.wait_for(asyncio.gather(*calls), self.timeout))
+            )
+        except (OSError, StageError) as error:
+            raise _Broken(f"hidden states were not to be had: {type(error).__name__}: {error}") from error
+        found = {}
+        for layer, array, digest in (one for answer in answers for one in answer):
+            if boundary_digest(array) != digest or array.shape[1] != session.position:
+                raise _Broken(f"hidden states of layer {layer} were damaged on their way")
+            found[layer] = array
+        return found
 
     async def _chains(self, session: FedSession) -> tuple[str, ...]:
         """Return the hash chain over the outputs of each stage, as whoever took them recorded them.

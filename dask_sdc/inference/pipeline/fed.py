@@ -79,6 +79,9 @@ class FedSession(ABC):
         self.exact = True
         #: Rows that count of the last chunk, if that was a tree of drafts.
         self.branch: tuple[int, ...] = ()
+        #: Layers whose outputs are wanted, and these outputs (B, T, ...) once the session is done.
+        self.taps: tuple[int, ...] = ()
+        self.tapped: dict[int, Array] = {}
         self._depth = depth
         self._records: list[ChunkRecord] = []
         self._answers: list[ChunkRecord] = []

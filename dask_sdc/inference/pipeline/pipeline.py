@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from distributed import Client
 
 from dask_sdc.exceptions import (
@@ -19,6 +20,7 @@ from dask_sdc.exceptions import (
     InputTypeError,
 )
 from dask_sdc.inference.checkpoint import Checkpoint, token_ids
+from dask_sdc.inference.pipeline.array_session import StatesSession
 from dask_sdc.inference.pipeline.base import StagedPipeline, check_int, check_number
 from dask_sdc.inference.pipeline.coordinator import session_name
 from dask_sdc.inference.pipeline.placement import (
@@ -32,6 +34,7 @@ from dask_sdc.inference.pipeline.session import Request, TokenSession
 from dask_sdc.inference.pipeline.streams import (
     Generation,
     News,
+    States,
     check_settings,
     last_of,
     synchronous,
@@ -245,6 +248,59 @@ class Pipeline(StagedPipeline):
         request = self.request(prompt, max_new_tokens, **settings)
         tokens = tokens_of(self.follow(request, streamed=True))
         return tokens if self.client.asynchronous else synchronous(self.client, tokens)
+
+    def states(self, prompt: Any, layers: Sequence[int] = (), *, logits: bool = False) -> Any:
+        """Feed a text and return hidden states, without generating anything.
+
+        Parameters
+        ----------
+        prompt : str or sequence of int
+            The text.
+        layers : sequence of int
+            Layers, from 0, whose outputs are wanted: what transformers has as ``hidden_states[layer + 1]``,
+            and before the final norm also for the last layer.
+        logits : bool
+            Whether the logits of every position are wanted.
+
+        Returns
+        -------
+        States
+
+        Raises
+        ------
+        InputError
+            If there is no such layer.
+        ContextOverflow, GenerationInterrupted
+            As `generate`.
+        """
+        request = self.request(prompt, 1)
+        last = self.config.n_layers - 1
+        wanted = tuple(layers)
+        if any(type(layer) is not int or not 0 <= layer <= last for layer in wanted):
+            raise InputError(f"layers: expected ints in 0..{last}, got {list(wanted)}")
+        return self.client.sync(self._states, request.prompt, tuple(dict.fromkeys(wanted)), logits)
+
+    async def _states(self, ids: tuple[int, ...], layers: tuple[int, ...], logits: bool) -> States:
+        session = StatesSession(
+            ids,
+            self._chunk,
+            layers,
+            logits,
+            name=session_name(),
+            depth=1,
+            stages=len(self._parts),
+            model_digest=self.store.digest,
+            resume=None,
+        )
+        run = self._running.run(session, len(ids))
+        try:
+            async for _ in run:
+                pass
+        finally:
+            await run.aclose()
+        made = session.take(session.count)
+        hidden = {layer: session.tapped[layer][0] for layer in layers}
+        return States(ids, hidden, np.concatenate(made, axis=1)[0] if logits else None)
 
     async def follow(self, request: Request, streamed: bool) -> AsyncGenerator[News, None]:
         """Run a request; say what is new after every traversal, and at the end give the generation.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 from distributed import Client
 
 from dask_sdc.exceptions import InputError
@@ -13,8 +14,9 @@ from dask_sdc.inference.checkpoint import Checkpoint
 from dask_sdc.inference.receipts import RunReceipt
 from dask_sdc.inference.speculative import DraftStatistics
 
-__all__ = ["Generation", "News", "check_settings", "last_of", "synchronous", "tokens_of"]
+__all__ = ["Generation", "News", "States", "check_settings", "last_of", "synchronous", "tokens_of"]
 
+Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 #: Settings of a generation.
@@ -52,6 +54,25 @@ class Generation:
     checkpoint: Checkpoint
     receipt: RunReceipt
     audited: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class States:
+    """What a model makes of a text.
+
+    Parameters
+    ----------
+    ids : tuple of int
+        The text.
+    hidden : dict of int to ndarray of float32, shape (positions, hidden size)
+        What the layers put out that were asked for.
+    logits : ndarray of float32, shape (positions, vocabulary), or None
+        If they were asked for.
+    """
+
+    ids: tuple[int, ...]
+    hidden: dict[int, Array]
+    logits: Array | None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from distributed.protocol.serialize import to_serialize
 
 from dask_sdc.exceptions import StageError
 from dask_sdc.inference.host import Chunk, Output, SessionSettings, StageHost
-from dask_sdc.inference.journal import ChunkRecord, cut_records
+from dask_sdc.inference.journal import ChunkRecord, boundary_digest, cut_records
 from dask_sdc.inference.model.kernels import set_threads, threads
 from dask_sdc.inference.pace import decoding_pace
 from dask_sdc.inference.pipeline.copies import Copies
@@ -322,6 +322,7 @@ class StageWorkerPlugin(WorkerPlugin):
                 self.shadow,
                 self.unshadow,
                 self.chain,
+                self.tapped,
                 self.refeed_joined,
                 self.replay_joined,
             )
@@ -500,6 +501,12 @@ class StageWorkerPlugin(WorkerPlugin):
         seat = self._seat(pipeline)
         await seat.run(seat.host.settle, session, position, settled)
         return boundary_chain(cut_records(seat.host.digests(session), position))
+
+    async def tapped(self, pipeline: str, session: str) -> list[list[Any]]:
+        """Return what layers put out that are wanted: layer, array and digest of each (RPC handler)."""
+        seat = self._seat(pipeline)
+        found: dict[int, Any] = await seat.run(seat.host.tapped, session)
+        return [[layer, to_serialize(array), boundary_digest(array)] for layer, array in found.items()]
 
     async def refeed(
         self,

@@ -50,6 +50,10 @@ class ArrayKernels:
     ) -> None:
         self._blocks, self._geometry, self._xp, self._by_row = blocks, geometry, xp, by_row
 
+    def part(self, begin: int, end: int) -> ArrayKernels:
+        """Return the kernels of some of the layers, counted from the first of these."""
+        return ArrayKernels(self._blocks[begin:end], self._geometry, self._xp, by_row=self._by_row)
+
     def run(
         self,
         x: Array,

@@ -42,6 +42,10 @@ class RowKernels:
             row[:] = [address(array) for array in arrays]
         self._products = sum(linear.weight.size for block in blocks for linear in _linears(block))
 
+    def part(self, begin: int, end: int) -> RowKernels:
+        """Return the kernels of some of the layers, counted from the first of these."""
+        return RowKernels(self._blocks[begin:end], self._geometry)
+
     def run(
         self,
         x: Array,
