@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -17,6 +16,7 @@ from dask_sdc.exceptions import ClosedError, GenerationFailed, InputError, RankL
 from dask_sdc.recovery import AllReduce, BatchRecoveryCoordinator, RecoveryMetadata
 from dask_sdc.recovery.cluster import DaskAllReduce, RankGroup, RecoverySchedulerPlugin
 from tests.cluster.waiting import until_async
+from tests.recovery.ranks import expected, lone_thread, sums, sums_async
 
 THREE = [("127.0.0.1", 1)] * 3
 
@@ -35,18 +35,6 @@ def nothing_is_kept(scheduler: Scheduler) -> bool:
 def waiting_ranks(scheduler: Scheduler) -> int:
     """How many contributions wait for an answer."""
     return sum(len(group.rounds._given) for group in plugin_of(scheduler).groups.values())
-
-
-def sums(rank: DaskAllReduce, rounds: int = 1) -> list[tuple[int, ...]]:
-    return [rank.sum([rank.rank, number]) for number in range(rounds)]
-
-
-async def sums_async(rank: DaskAllReduce, rounds: int = 1) -> list[tuple[int, ...]]:
-    return [await rank.sum_async([rank.rank, number]) for number in range(rounds)]
-
-
-def expected(size: int, rounds: int = 1) -> list[tuple[int, ...]]:
-    return [(size * (size - 1) // 2, size * number) for number in range(rounds)]
 
 
 async def settled(futures: list[Any]) -> list[Any]:
@@ -622,15 +610,6 @@ def test_a_synchronous_client_and_its_threads(cluster4: Client) -> None:
         assert cluster4.gather(futures) == [expected(4, 2)] * 2
     with pytest.raises(ClosedError):
         group.ranks[0].sum([1])
-
-
-def lone_thread(rank: DaskAllReduce) -> list[Any]:
-    """Sum in a thread that knows nothing of the task."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.extend(sums(rank)))
-    thread.start()
-    thread.join()
-    return found
 
 
 def test_threads_of_tasks_sum_too(cluster4: Client) -> None:

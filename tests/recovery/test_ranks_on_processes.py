@@ -8,7 +8,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,23 +15,11 @@ import pytest
 from distributed import Client, Future, Scheduler, wait
 
 from dask_sdc.exceptions import GenerationFailed, RankLost
-from dask_sdc.recovery import BatchRecoveryCoordinator, RecoveryMetadata
-from dask_sdc.recovery.cluster import DaskAllReduce, RankGroup
+from dask_sdc.recovery.cluster import RankGroup
 from tests.cluster.waiting import until
+from tests.recovery.ranks import generate
 
 SIZE = 3
-
-
-def generate(rank: DaskAllReduce, hangs: int, fatal: int = -1) -> list[int]:
-    """Synchronise twice, with one rank that hangs before the second time."""
-    coordinator = BatchRecoveryCoordinator("train", all_reduce=rank)
-    totals = []
-    for _ in range(2):
-        coordinator.consume({"__recovery__": RecoveryMetadata(rank.rank)})
-        totals.append(coordinator.synchronize())
-        if rank.rank == hangs:
-            threading.Event().wait(200)
-    return totals
 
 
 def rounds_done(dask_scheduler: Scheduler) -> int:
@@ -40,7 +27,7 @@ def rounds_done(dask_scheduler: Scheduler) -> int:
     return max((group.rounds.number for group in plugin.groups.values()), default=0)
 
 
-def on_own_workers(client: Client, group: RankGroup, hangs: int) -> tuple[list[Future], list[str]]:
+def on_own_workers(client: Client, group: RankGroup, hangs: int) -> tuple[list[Future[Any]], list[str]]:
     """Start every rank on a worker of its own; return when all have synchronised once."""
     workers = sorted(client.scheduler_info(n_workers=-1)["workers"])
     futures = [

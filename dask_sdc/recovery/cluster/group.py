@@ -130,12 +130,12 @@ class RankGroup:
 
     async def _map(
         self, function: Callable[..., Any], arguments: list[list[Any]], kwargs: dict[str, Any]
-    ) -> list[Future]:
+    ) -> list[Future[Any]]:
         # Before there are tasks, so that no end of one is missed.
         keys = [f"{self._id}-{rank.rank}" for rank in self.ranks]
         scheduler: Any = self.client.scheduler
         await scheduler.sdc_ranks_expect(group=self._id, keys=keys)
-        futures: list[Future] = self.client.map(function, self.ranks, *arguments, key=keys, **kwargs)
+        futures: list[Future[Any]] = self.client.map(function, self.ranks, *arguments, key=keys, **kwargs)
         return futures
 
     def close(self) -> Any:
