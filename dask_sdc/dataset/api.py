@@ -7,14 +7,12 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import cloudpickle
 import dask
 import numpy as np
 import xarray as xr
-import zarr
 from distributed import Client
 
 from dask_sdc.cluster.session import Session
@@ -22,7 +20,7 @@ from dask_sdc.dataset.inputs import Inputs, inputs_of
 from dask_sdc.dataset.job import DatasetJob
 from dask_sdc.dataset.layout import Arrays, Layout
 from dask_sdc.dataset.outputs import Output, check_outputs
-from dask_sdc.dataset.reading import location, open_dataset, opened
+from dask_sdc.dataset.reading import location, open_dataset, opened, there
 from dask_sdc.dataset.report import DatasetReport, Progress, to_json
 from dask_sdc.dataset.staged import PipelineJob, Produce
 from dask_sdc.dataset.work import Job
@@ -108,7 +106,7 @@ def generate_dataset(
     resume : bool
         Go on with what is there: only batches are made again that no checksum vouches for.
     overwrite : bool
-        Replace what is there.
+        Replace the dataset that is there; nothing else is ever replaced.
     on_missing : {"generate", "skip", "warn", "raise"}
         What is done about samples that are not there yet: make them, leave them out, leave them out with a
         warning, or raise `MissingSamples` naming them.
@@ -119,8 +117,8 @@ def generate_dataset(
     retry_on, backoff
         See `GenerationRecoveryGuard`.
     max_retries : int
-        How often a batch may be lost with its worker, or fail as a whole, and is made again. One that takes
-        its worker along every time is missing.
+        How often a batch may fail as a whole, or be lost with its worker while it is made alone, and is made
+        again. One that takes its worker along every time is missing.
     timeout : float, optional
         Seconds that a batch may take; its worker is given up then. Without it only a worker that leaves is.
     audit_rate : float
@@ -240,10 +238,10 @@ class _Making:
         inputs = await inputs_of(self._client, given, dim)
         self._job = job = self._job.of(inputs.count, inputs.dim)
         layout, arrays = await asyncio.to_thread(self._prepared, resume, overwrite)
-        there = [await asyncio.to_thread(layout.vouched, arrays, batch) for batch in range(layout.batches)]
-        todo = [batch for batch, ready in enumerate(there) if not ready]
+        ready = [await asyncio.to_thread(layout.vouched, arrays, batch) for batch in range(layout.batches)]
+        todo = [batch for batch, whole in enumerate(ready) if not whole]
         report = DatasetReport(inputs.count)
-        report.kept = sum(len(layout.samples_of(batch)) for batch, ready in enumerate(there) if ready)
+        report.kept = sum(len(layout.samples_of(batch)) for batch, whole in enumerate(ready) if whole)
         if on_missing == "generate":
             ledger = None if self._ledger is None else Ledger(self._ledger)
             try:
@@ -262,16 +260,15 @@ class _Making:
 
     def _prepared(self, resume: bool, overwrite: bool) -> tuple[Layout, Arrays]:
         """Create the dataset, or open the one that is there, which has to be of the same job."""
-        job = self._job
-        if resume:
-            with suppress(CheckpointError):
-                layout, before, arrays = opened(job.store, "r+")
-                return layout, _same(before, self._description(), arrays)
-        layout = job.layout
-        try:
-            return layout, layout.create(job.store, self._description(), overwrite or resume)
-        except zarr.errors.ContainsGroupError as error:
-            raise InputError(f"store: expected nothing at {job.store}, or resume or overwrite") from error
+        job, unfinished = self._job, there(self._job.store)
+        if unfinished is None:
+            return job.layout, job.layout.create(job.store, self._description())
+        if resume and not unfinished:
+            layout, before, arrays = opened(job.store, "r+")
+            return layout, _same(before, self._description(), arrays)
+        if resume or overwrite:
+            return job.layout, job.layout.create(job.store, self._description(), overwrite=True)
+        raise InputError(f"store: expected nothing at {job.store} without resume or overwrite, got a dataset")
 
     def _description(self) -> dict[str, Any]:
         job = self._job
@@ -294,9 +291,25 @@ class _Making:
     ) -> None:
         progress = Progress(inputs.count, self._shown)
         progress.begin(report.kept)
-        if self._pipeline is not None:
-            await PipelineJob(self._pipeline, job, arrays, inputs, report, progress).run(todo)
-            return
+        try:
+            if self._pipeline is not None:
+                await PipelineJob(self._pipeline, job, arrays, inputs, report, progress).run(todo)
+            else:
+                await self._on_workers(job, inputs, layout, arrays, todo, report, progress, ledger)
+        finally:
+            progress.end()
+
+    async def _on_workers(
+        self,
+        job: Job,
+        inputs: Inputs,
+        layout: Layout,
+        arrays: Arrays,
+        todo: list[int],
+        report: DatasetReport,
+        progress: Progress,
+        ledger: Ledger | None,
+    ) -> None:
         session = Session(self._client, "auto", None, dask.config.get("sdc.lanes"), False, 60.0)
         await session.attach()
         making = DatasetJob(

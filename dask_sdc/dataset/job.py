@@ -119,6 +119,8 @@ class DatasetJob:
         self._cases: dict[int, _Case] = {}
         self._attempts: Counter[int] = Counter()
         self._avoid: dict[int, set[str]] = {}
+        # Batches that went down with a worker: they are made alone, as any of them may have been the reason.
+        self._alone: set[int] = set()
         self._serial = 0
 
     # -- the loop --------------------------------------------------------------------------------
@@ -139,6 +141,7 @@ class DatasetJob:
         clock = asyncio.get_running_loop().time
         try:
             while self._queue or self._running:
+                await self._give_up_unreachable()
                 self._fill()
                 if self._running:
                     alone_since = None
@@ -164,19 +167,33 @@ class DatasetJob:
     def _places(self) -> list[Place]:
         return [place for place in self._session.places() if place.domain not in self._session.quarantined]
 
+    async def _give_up_unreachable(self) -> None:
+        """Hear nothing from a domain that has left, or was quarantined, before it was asked."""
+        reachable = {place.domain for place in self._places()}
+        for order in [one for one in self._queue if one.case is not None and one.domain not in reachable]:
+            self._queue.remove(order)
+            assert order.case is not None
+            await self._hear(order.case, order.role, None)
+
     def _fill(self) -> None:
         """Give every domain work, as long as it has room for it."""
         places = {place.domain: place for place in self._places()}
         for domain, place in places.items():
-            while self._load[domain] < place.slots + _AHEAD:
+            while self._load[domain] < place.slots + _AHEAD and not self._left_alone(domain):
                 order = self._next_for(domain, places.keys())
                 if order is None:
                     break
                 self._submit(order, domain)
 
+    def _left_alone(self, domain: str) -> bool:
+        running = self._running.values()
+        return any(order.domain == domain and order.batch in self._alone for order in running)
+
     def _next_for(self, domain: str, there: Iterable[str]) -> _Order | None:
         for order in self._queue:
             if order.domain is not None and order.domain != domain:
+                continue
+            if order.batch in self._alone and self._load[domain]:
                 continue
             avoid = self._avoid.get(order.batch, set())
             if domain in avoid and order.domain is None and not avoid.issuperset(there):
@@ -201,7 +218,11 @@ class DatasetJob:
 
     async def _collect(self, future: Any, domain: str) -> Made:
         try:
-            frame = await asyncio.wait_for(future, self._timeout)
+            await asyncio.wait_for(future.exception(), self._timeout)
+            # Shielded: a client gathers results together, and one that is cancelled takes all along.
+            gathered = asyncio.ensure_future(_result(future))
+            gathered.add_done_callback(_noticed)
+            frame = await asyncio.shield(gathered)
         except TimeoutError:
             await self._session.evict(domain, f"no batch within {self._timeout:g} s")
             raise
@@ -232,7 +253,10 @@ class DatasetJob:
     def _failed(self, order: _Order, why: str, error: BaseException | None) -> None:
         """Have a batch made elsewhere; give it up if it takes its worker along every time."""
         batch = order.batch
-        self._attempts[batch] += 1
+        if error is None and batch not in self._alone:
+            self._alone.add(batch)
+        else:
+            self._attempts[batch] += 1
         self._avoid.setdefault(batch, set()).add(order.domain or "")
         logger.warning("Batch %d was lost: %s", batch, why)
         if self._attempts[batch] <= self._max_retries:
@@ -376,6 +400,17 @@ class DatasetJob:
             first = self._layout.samples_of(batch).start
             self._report.failures += made.failures
             self._report.reasons |= {first + k: why for k, why in enumerate(made.reasons) if why}
+
+
+async def _result(future: Any) -> bytes:
+    frame: bytes = await future
+    return frame
+
+
+def _noticed(task: asyncio.Future[bytes]) -> None:
+    """Look at the exception of what perhaps nobody waits for any more, so that it is not logged."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _compare(a: Voice, b: Voice) -> Closeness:

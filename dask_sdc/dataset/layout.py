@@ -121,13 +121,15 @@ class Layout:
         overwrite : bool
             Whether what is there is replaced.
         """
-        group = zarr.open_group(store, mode="w" if overwrite else "w-", zarr_format=3)
+        # Whatever happens now, it may be replaced.
+        mark: dict[str, Any] = {_ATTRIBUTE: {"format": _FORMAT}}
+        group = zarr.open_group(store, mode="w" if overwrite else "w-", zarr_format=3, attributes=mark)
         for spec in (*self.specs.values(), self._manifest):
             _create(group, spec)
         arrays = self.arrays(group)
         digests = {name: _metadata_digest(array) for name, array in arrays.items()}
         description: dict[str, Any] = {"format": _FORMAT, "job": dict(job), "arrays": digests}
-        # Last: a group without it was never finished being made.
+        # Last: a group without it was not made to its end.
         group.attrs[_ATTRIBUTE] = {**description, "sha256": _sha_of(description)}
         return arrays
 
@@ -143,9 +145,9 @@ class Layout:
             If its attributes or the metadata of an array were changed, naming it.
         """
         found: Any = dict(group.attrs).get(_ATTRIBUTE)
-        if not found:
+        if not found or "job" not in found:
             raise CheckpointError(
-                "expected a dataset, got a group that is none, or was never finished being made"
+                "expected a dataset, got a group that is none, or one that was not made to its end"
             )
         found = dict(found)
         digest = found.pop("sha256", None)
@@ -160,6 +162,12 @@ class Layout:
             if _metadata_digest(array) != found["arrays"].get(name):
                 raise CorruptionError(f"{name}: metadata are damaged: they do not have their sha256")
         return layout, job
+
+    @staticmethod
+    def unfinished(group: zarr.Group) -> bool | None:
+        """Say whether a group is a dataset that was not made to its end; None if it is something else."""
+        found: Any = dict(group.attrs).get(_ATTRIBUTE)
+        return None if not found or found.get("format") != _FORMAT else "job" not in found
 
     def arrays(self, group: zarr.Group) -> Arrays:
         """Return the arrays of a group, by name.

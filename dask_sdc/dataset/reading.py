@@ -21,7 +21,7 @@ from dask_sdc.dataset.outputs import Array
 from dask_sdc.exceptions import CheckpointError, CorruptionError, InputError, InputTypeError
 from dask_sdc.recovery import METADATA_KEY, RecoveryMetadata
 
-__all__ = ["batches", "location", "open_dataset", "opened", "verify_dataset"]
+__all__ = ["batches", "location", "open_dataset", "opened", "there", "verify_dataset"]
 
 
 def location(store: Any) -> Any:
@@ -44,6 +44,31 @@ def location(store: Any) -> Any:
     return store
 
 
+def there(store: Any) -> bool | None:
+    """Say what is at a place: None for nothing, True for a dataset that was not made to its end, else False.
+
+    Raises
+    ------
+    InputError
+        If there is something else, which is not to be replaced.
+    """
+    try:
+        group = zarr.open_group(location(store), mode="r")
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # whatever a changed byte makes of it
+        raise _damaged(error) from error
+    unfinished = Layout.unfinished(group)
+    if unfinished is None:
+        raise InputError(f"store: expected nothing or a dataset at {store}, got another group")
+    return unfinished
+
+
+def _damaged(error: Exception) -> CorruptionError:
+    why = f"{type(error).__name__}: {error}"
+    return CorruptionError(f"the dataset's own metadata are damaged: {why}")
+
+
 def opened(store: Any, mode: Literal["r", "r+"] = "r") -> tuple[Layout, dict[str, Any], Arrays]:
     """Open a dataset: its layout, its job and its arrays.
 
@@ -61,9 +86,7 @@ def opened(store: Any, mode: Literal["r", "r+"] = "r") -> tuple[Layout, dict[str
     except (InputError, InputTypeError):
         raise
     except Exception as error:  # whatever a changed byte makes of it
-        raise CorruptionError(
-            f"the dataset's own metadata are damaged: {type(error).__name__}: {error}"
-        ) from error
+        raise _damaged(error) from error
     layout, job = Layout.of(group)
     return layout, job, layout.arrays(group)
 

@@ -92,23 +92,35 @@ class Progress:
         self._total, self._shown, self._stream = total, shown, stream or sys.stderr
         self._began = self._last = time.monotonic()
         self._first = 0
+        self._state = (0, 0, 0)
 
     def begin(self, done: int) -> None:
         """Note how many samples are there already; they say nothing of the rate."""
         self._first = done
+        self._state = (done, 0, 0)
 
-    def show(self, done: int, failures: int, missing: int, last: bool = False) -> None:
+    def show(self, done: int, failures: int, missing: int) -> None:
         """Write the bar anew, now and then."""
+        self._state = (done, failures, missing)
         now = time.monotonic()
-        if not self._shown or (now - self._last < _EVERY and not last):
+        if now - self._last >= _EVERY:
+            self._last = now
+            self._write(now, "")
+
+    def end(self) -> None:
+        """Write the bar for the last time."""
+        self._write(time.monotonic(), "\n")
+
+    def _write(self, now: float, end: str) -> None:
+        if not self._shown:
             return
-        self._last = now
+        done, failures, missing = self._state
         share = done / self._total if self._total else 1.0
         rate = (done - self._first) / max(now - self._began, 1e-9)
         bar = "#" * int(30 * share)
         self._stream.write(
             f"\r[{bar:<30}] {share:4.0%} | {done}/{self._total} samples | {rate:.1f}/s | "
-            f"failed {failures} | missing {missing}" + ("\n" if last else "")
+            f"failed {failures} | missing {missing}{end}"
         )
         self._stream.flush()
 

@@ -228,6 +228,10 @@ def make_batch(blob: bytes, batch: int, inputs: Any, writes: bool) -> bytes:
     given = inputs() if callable(inputs) else inputs
     # An audit counts no failures: those that its rank has to answer for are in batches of its own.
     guard = rank.guard if writes else rank.job.spare_guard(len(numbers))
+    if writes and guard.consecutive_failures >= guard.max_consecutive_failures:
+        # A batch that came to a rank before the driver heard that it had stopped.
+        stopped = SampleUnavailable(f"rank {_where()[1]} had stopped", fatal=True)
+        return rank.finish(batch, [stopped], 0, True, _where(), began).to_bytes()
     samples, retries = make_samples(rank.job, guard, given, numbers)
     return rank.finish(batch, samples, retries, writes, _where(), began).to_bytes()
 

@@ -86,7 +86,7 @@ def test_what_was_written_comes_back(
 
 
 def test_every_byte_counts(tmp_path: Path) -> None:
-    """Flip one bit of every byte of every file: a dataset that is read back whole names what is damaged."""
+    """Flip a bit of every fifth byte of every chunk: reading the whole back names what is damaged."""
     layout = written(tmp_path / "a", [sample(1), LOST, sample(5)], 2)
     assert verify_dataset(tmp_path / "a") == 2
     names = {*layout.specs, "checksums"}
@@ -95,8 +95,7 @@ def test_every_byte_counts(tmp_path: Path) -> None:
     for path in files:
         whole = path.read_bytes()
         parts = path.relative_to(tmp_path / "a").parts
-        # Metadata are mostly text: a few of their bytes stand for all.
-        step = 1 if path.name != "zarr.json" else 41
+        step = 5 if path.name != "zarr.json" else 97
         for at in range(0, len(whole), step):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
             try:

@@ -1,0 +1,129 @@
+"""What workers make samples with: importable there, and the same wherever it runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from distributed import get_worker
+
+from dask_sdc.dataset import Output
+from dask_sdc.recovery import SampleUnavailable
+
+OUTPUTS = {
+    "ids": Output("i8", (None,), 8),
+    "hidden": Output("f4", (None, 4), 8, "ragged", like="ids"),
+    "score": Output("f8"),
+}
+
+
+def made(k: int) -> dict[str, Any]:
+    """Return the sample of a number."""
+    rng = np.random.default_rng(int(k))
+    n = int(rng.integers(1, 9))
+    return {"ids": np.arange(n), "hidden": rng.normal(size=(n, 4)).astype("f4"), "score": np.float64(k)}
+
+
+def some_fail(k: int) -> Any:
+    """Fail for every 33rd number, and leave every 50th out."""
+    if k % 33 == 7:
+        raise ValueError(f"bad input {k}")
+    return SampleUnavailable("not wanted") if k % 50 == 9 else made(k)
+
+
+def expected(n: int) -> tuple[list[int], list[int]]:
+    """Return the numbers that `some_fail` fails for, and leaves out."""
+    failed = [k for k in range(n) if k % 33 == 7]
+    return failed, [k for k in range(n) if k % 50 == 9 and k not in failed]
+
+
+class Once:
+    """Does something the first time that a number comes up, anywhere; a file says whether it did.
+
+    Parameters
+    ----------
+    folder : path
+        Where the files are.
+    at : dict of int to str
+        Per number what happens: "kill" this worker, "raise", or "nan" in the sample.
+    """
+
+    def __init__(self, folder: Path, at: dict[int, str]) -> None:
+        self.folder, self.at = str(folder), at
+
+    def __call__(self, k: int) -> Any:
+        """Make a sample."""
+        found = some_fail(k)
+        what = self.at.get(int(k))
+        if what is None or not self._first(int(k)):
+            return found
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "raise":
+            raise OSError("the first time only")
+        return {**found, "score": np.float64("nan")}
+
+    def _first(self, k: int) -> bool:
+        try:
+            (Path(self.folder) / str(k)).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+class Killer:
+    """Takes its worker along, every time."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __call__(self, k: int) -> Any:
+        """Make a sample, or die."""
+        if k == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made(k)
+
+
+class Liar:
+    """Flips a bit of some samples on one worker, silently.
+
+    Parameters
+    ----------
+    worker : str
+        Its address.
+    every : int
+        Of which samples.
+    """
+
+    def __init__(self, worker: str, every: int) -> None:
+        self.worker, self.every = worker, every
+
+    def __call__(self, k: int) -> Any:
+        """Make a sample."""
+        found = made(k)
+        if get_worker().address == self.worker and k % self.every == 0:
+            found["score"] = (found["score"].view(np.int64) ^ 1).view(np.float64)
+        return found
+
+
+class Broken:
+    """Fails from some number on, and counts how often it was asked."""
+
+    def __init__(self, folder: Path, first: int) -> None:
+        self.folder, self.first = str(folder), first
+
+    def __call__(self, k: int) -> Any:
+        """Make a sample, or fail and say where."""
+        if k >= self.first:
+            with open(Path(self.folder) / get_worker().address.replace("/", "_"), "a") as file:
+                file.write(f"{k}\n")
+            raise RuntimeError("the simulator is gone")
+        return made(k)
+
+
+def at_row(row: Any) -> Any:
+    """Return the sample of a row of an array."""
+    return made(int(np.asarray(row).reshape(-1)[0]))

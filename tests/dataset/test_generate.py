@@ -1,0 +1,349 @@
+"""Datasets made on real workers: samples that fail, workers that die or lie, drivers that come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dask.array as da
+import dask.bag as db
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+from distributed import Client
+
+from dask_sdc.dataset import generate_dataset, open_dataset, verify_dataset
+from dask_sdc.evidence.ledger import verify
+from dask_sdc.exceptions import CheckpointError, GenerationFailed, InputError, InputTypeError, MissingSamples
+from dask_sdc.recovery import Backoff
+from tests.dataset.producers import OUTPUTS, Broken, Killer, Liar, Once, at_row, expected, made, some_fail
+
+N = 120
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Return every file of a dataset."""
+    return {str(one.relative_to(path)): one.read_bytes() for one in path.rglob("*") if one.is_file()}
+
+
+@pytest.fixture(scope="module")
+def clean(shared_cluster4: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What an undisturbed run of `some_fail` writes."""
+    path = tmp_path_factory.mktemp("clean") / "data"
+    with Client(shared_cluster4) as client:
+        generate_dataset(client, range(N), some_fail, path, outputs=OUTPUTS, batch_size=8)
+    return contents(path)
+
+
+def test_every_sample_is_there_or_accounted_for(
+    cluster4: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, report = generate_dataset(
+        cluster4, range(N), some_fail, tmp_path / "a", outputs=OUTPUTS, batch_size=8, progress=True
+    )
+    failed, left_out = expected(N)
+    assert sorted(report.reasons) == sorted([*failed, *left_out])
+    assert (report.samples, report.valid, report.missing) == (
+        N,
+        N - len(failed + left_out),
+        len(failed + left_out),
+    )
+    assert (report.failures, report.retried, report.kept, report.redone) == (
+        len(failed),
+        2 * len(failed),
+        0,
+        0,
+    )
+    assert report.reasons[failed[0]].endswith("ValueError: bad input 7")
+    assert sum(rank["batches"] for rank in report.ranks.values()) == N / 8
+    whole = data.compute()
+    assert np.flatnonzero(whole["failed"]).tolist() == failed
+    for k in set(range(N)) - {*failed, *left_out}:
+        sample, n, begin = made(k), int(whole["ids_length"][k]), int(whole["hidden_begin"][k])
+        np.testing.assert_array_equal(whole["ids"].values[k, :n], sample["ids"])
+        np.testing.assert_array_equal(whole["hidden"].values[begin : begin + n], sample["hidden"])
+        assert whole["score"][k] == sample["score"]
+    assert verify_dataset(tmp_path / "a") == N / 8
+    assert f"{N}/{N} samples" in capsys.readouterr().err
+
+
+def inputs_of(kind: str, folder: Path) -> Any:
+    numbers = np.arange(30)
+    match kind:
+        case "list":
+            return list(range(30))
+        case "generator":
+            return (k for k in range(30))
+        case "ndarray":
+            return numbers[:, None]
+        case "bag":
+            return db.from_sequence(range(30), npartitions=4)
+        case "empty partitions":
+            return db.from_sequence(range(60), npartitions=6).filter(lambda k: k < 30)
+        case "dask array":
+            return da.from_array(numbers[:, None], chunks=(7, 1))
+        case "DataArray":
+            return xr.DataArray(numbers[None], dims=("x", "member"))
+        case "dask DataArray":
+            return xr.DataArray(da.from_array(numbers[None], chunks=(1, 11)), dims=("x", "member"))
+        case "Zarr path":
+            zarr.save_array(folder / "in.zarr", numbers[:, None])
+            return folder / "in.zarr"
+        case "Zarr array":
+            zarr.save_array(folder / "in.zarr", numbers[:, None])
+            return zarr.open_array(folder / "in.zarr", mode="r")
+    raise AssertionError(kind)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "list",
+        "generator",
+        "ndarray",
+        "bag",
+        "empty partitions",
+        "dask array",
+        "DataArray",
+        "dask DataArray",
+        "Zarr path",
+        "Zarr array",
+    ],
+)
+def test_inputs_of_every_kind(cluster4: Client, tmp_path: Path, kind: str) -> None:
+    dim = "member" if "Data" in kind else None
+    data, report = generate_dataset(
+        cluster4,
+        inputs_of(kind, tmp_path),
+        at_row,
+        tmp_path / "out",
+        outputs=OUTPUTS,
+        batch_size=7,
+        sample_dim=dim,
+    )
+    assert (report.samples, report.missing) == (30, 0)
+    assert data["score"].values.tolist() == list(range(30))
+
+
+def test_no_inputs(cluster4: Client, tmp_path: Path) -> None:
+    data, report = generate_dataset(cluster4, [], made, tmp_path / "a", outputs=OUTPUTS)
+    assert report.samples == report.valid == data.sizes["sample"] == 0
+
+
+def test_killed_workers_and_passing_faults_change_no_byte(
+    fresh_cluster: Callable[[int], Client], tmp_path: Path, clean: dict[str, bytes]
+) -> None:
+    at = {13: "kill", 77: "kill", 20: "raise", 50: "raise", 51: "nan"}
+    _, report = generate_dataset(
+        fresh_cluster(3),
+        range(N),
+        Once(tmp_path, at),
+        tmp_path / "data",
+        outputs=OUTPUTS,
+        batch_size=8,
+        backoff=Backoff(first=0.01, seed=1),
+    )
+    assert contents(tmp_path / "data") == clean
+    assert report.redone >= 2
+    assert report.retried >= 3
+
+
+def test_a_batch_that_kills_every_worker_is_missing_and_no_other(
+    fresh_cluster: Callable[[int], Client], tmp_path: Path
+) -> None:
+    _, report = generate_dataset(
+        fresh_cluster(2), range(12), Killer(5), tmp_path / "a", outputs=OUTPUTS, batch_size=3, max_retries=1
+    )
+    assert sorted(report.reasons) == [3, 4, 5]
+    assert "its batch was lost 2 times" in report.reasons[5]
+    assert (report.valid, report.missing) == (9, 3)
+
+
+def test_a_broken_producer_stops_the_job_on_every_rank(
+    fresh_cluster: Callable[[int], Client], tmp_path: Path
+) -> None:
+    counts = tmp_path / "counts"
+    counts.mkdir()
+    client = fresh_cluster(3)
+    with pytest.raises(GenerationFailed, match=r"rank .* cannot go on.*the simulator is gone") as caught:
+        generate_dataset(
+            client,
+            range(400),
+            Broken(counts, 40),
+            tmp_path / "a",
+            outputs=OUTPUTS,
+            batch_size=4,
+            retries=1,
+            max_consecutive_failures=6,
+        )
+    assert caught.value.local_error
+    # The client that was interrupted in the middle goes on to gather results.
+    assert client.submit(int, "7").result() == 7
+    tried = [len(set(file.read_text().split())) for file in counts.iterdir()]
+    assert tried and max(tried) <= 6
+    data, report = generate_dataset(
+        client, range(400), made, tmp_path / "a", outputs=OUTPUTS, batch_size=4, resume=True
+    )
+    assert report.kept >= 36 - 36 % 4 and report.missing == int((~data["valid"].values).sum())
+    assert data["score"].values[data["valid"].values].tolist() == np.flatnonzero(data["valid"]).tolist()
+
+
+def test_a_worker_that_lies_is_named_and_what_it_made_is_made_again(
+    fresh_cluster: Callable[[int], Client], tmp_path: Path
+) -> None:
+    client = fresh_cluster(4)
+    liar = sorted(client.scheduler_info(n_workers=-1)["workers"])[0]
+    data, report = generate_dataset(
+        client,
+        range(160),
+        Liar(liar, 3),
+        tmp_path / "a",
+        outputs=OUTPUTS,
+        batch_size=5,
+        audit_rate=0.5,
+        ledger=tmp_path / "ledger.jsonl",
+    )
+    assert data["score"].values.tolist() == list(range(160))
+    assert report.receipts and all(one.suspected_workers == (liar,) for one in report.receipts)
+    assert len(report.quarantined) == 1 and report.redone
+    assert report.audited >= 40
+    assert verify(tmp_path / "ledger.jsonl").ok
+    assert verify_dataset(tmp_path / "a") == 32
+
+
+def test_two_workers_cannot_accuse_each_other(fresh_cluster: Callable[[int], Client], tmp_path: Path) -> None:
+    client = fresh_cluster(2)
+    liar = sorted(client.scheduler_info(n_workers=-1)["workers"])[0]
+    _, report = generate_dataset(
+        client, range(20), Liar(liar, 1), tmp_path / "a", outputs=OUTPUTS, batch_size=5, audit_rate=1.0
+    )
+    assert report.receipts and not report.quarantined
+    assert {one.verdict for one in report.receipts} == {"inconclusive"}
+
+
+DRIVER = """
+import sys
+from distributed import Client
+from dask_sdc.dataset import generate_dataset
+from tests.dataset.producers import OUTPUTS, some_fail
+if __name__ == "__main__":
+    with Client(sys.argv[1]) as client:
+        generate_dataset(client, range(120), some_fail, sys.argv[2], outputs=OUTPUTS, batch_size=8)
+"""
+
+
+def test_a_killed_driver_is_resumed_to_the_same_bytes(
+    cluster4: Client, tmp_path: Path, clean: dict[str, bytes]
+) -> None:
+    path = tmp_path / "data"
+    root = Path(__file__).parent.parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", DRIVER, cluster4.scheduler.address, str(path)]
+    driver = subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    while len(list((path / "checksums").rglob("c/*"))) < 3:
+        assert driver.poll() is None
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    _, report = generate_dataset(
+        cluster4, range(N), some_fail, path, outputs=OUTPUTS, batch_size=8, resume=True
+    )
+    assert report.kept >= 16 and contents(path) == clean
+    for damaged in ("score/c/3", "checksums/c/4/0/0", "hidden/c/5/0"):
+        (path / damaged).write_bytes(b"nonsense")
+    _, report = generate_dataset(
+        cluster4, range(N), some_fail, path, outputs=OUTPUTS, batch_size=8, resume=True
+    )
+    assert report.kept == N - 24 and contents(path) == clean
+
+
+def test_what_is_not_there_may_be_left_out(
+    cluster4: Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a"
+    options: dict[str, Any] = {"outputs": OUTPUTS, "batch_size": 8}
+    with pytest.raises(MissingSamples, match=r"expected 20 samples, got 0; missing \[0, 1.* and more"):
+        generate_dataset(cluster4, range(20), made, path, on_missing="raise", **options)
+    data, report = generate_dataset(
+        cluster4, range(20), made, path, resume=True, on_missing="skip", **options
+    )
+    assert (report.valid, report.missing, report.failures) == (0, 20, 0) and not data["valid"].values.any()
+    generate_dataset(cluster4, range(20), made, path, resume=True, on_missing="warn", **options)
+    assert "expected 20 samples, got 0" in caplog.text
+    _, report = generate_dataset(cluster4, range(20), made, path, resume=True, **options)
+    assert report.valid == 20
+
+
+def test_another_job_is_refused(cluster4: Client, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    generate_dataset(cluster4, range(8), made, path, outputs=OUTPUTS, version="1")
+    before = contents(path)
+    with pytest.raises(InputError, match=r"expected nothing at .* without resume or overwrite"):
+        generate_dataset(cluster4, range(8), made, path, outputs=OUTPUTS)
+    zarr.save_array(tmp_path / "other" / "array", np.arange(3))
+    zarr.open_group(tmp_path / "other", mode="a")
+    ways: list[dict[str, Any]] = [{}, {"resume": True}, {"overwrite": True}]
+    for way in ways:
+        with pytest.raises(InputError, match=r"nothing or a dataset at .*, got another group"):
+            generate_dataset(cluster4, range(8), made, tmp_path / "other", outputs=OUTPUTS, **way)
+    assert zarr.open_array(tmp_path / "other" / "array")[:].tolist() == [0, 1, 2]
+    for change in ({"version": "2"}, {"batch_size": 4}, {"outputs": {**OUTPUTS, "more": OUTPUTS["score"]}}):
+        settings = {"outputs": OUTPUTS, "version": "1", **change}
+        with pytest.raises(CheckpointError, match=f"another job: {next(iter(change))}"):
+            generate_dataset(cluster4, range(8), made, path, resume=True, **settings)
+    with pytest.raises(CheckpointError, match="samples: expected 8, got 9"):
+        generate_dataset(cluster4, range(9), made, path, outputs=OUTPUTS, version="1", resume=True)
+    assert contents(path) == before
+    _, report = generate_dataset(cluster4, range(9), made, path, outputs=OUTPUTS, overwrite=True)
+    assert report.valid == 9 == int(open_dataset(path)["valid"].sum())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"client_or_pipeline": "tcp://x"}, InputTypeError, "expected a Client or a Pipeline"),
+        ({"produce": 3}, InputTypeError, "produce: expected a callable"),
+        ({"outputs": None}, InputTypeError, "outputs: expected a mapping"),
+        ({"inputs": 3}, InputTypeError, "inputs: expected"),
+        ({"sample_dim": "x"}, InputError, "sample_dim"),
+        ({"batch_size": 0}, InputError, "batch_size: expected an int of at least 1"),
+        ({"retries": -1}, InputError, "retries"),
+        ({"max_consecutive_failures": 0}, InputError, "max_consecutive_failures"),
+        ({"on_missing": "cry"}, InputError, "on_missing: expected one of"),
+        ({"audit_rate": 1.5}, InputError, "audit_rate"),
+        ({"timeout": 0}, InputError, "timeout"),
+        ({"store": 3}, InputTypeError, "store: expected a path"),
+        ({"store": zarr.storage.MemoryStore()}, InputError, "memory of this process"),
+        ({"resume": True, "overwrite": True}, InputError, "resume or overwrite"),
+    ],
+)
+def test_bad_arguments_are_named_before_any_work(
+    cluster4: Client, tmp_path: Path, change: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    arguments = {
+        "client_or_pipeline": cluster4,
+        "inputs": range(3),
+        "produce": made,
+        "store": tmp_path / "a",
+        "outputs": OUTPUTS,
+        **change,
+    }
+    with pytest.raises(error, match=match):
+        generate_dataset(**arguments)
+    assert not (tmp_path / "a").exists()
+
+
+def test_with_an_asynchronous_client(shared_cluster4: str, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with Client(shared_cluster4, asynchronous=True) as client:
+            data, report = await generate_dataset(client, range(20), made, tmp_path / "a", outputs=OUTPUTS)
+            whole = data.compute(scheduler="synchronous")
+            assert report.valid == 20 and whole["score"].values.tolist() == list(range(20))
+
+    asyncio.run(body())
