@@ -52,6 +52,11 @@ class ArrayPipeline(StagedPipeline):
     spares, spare_weights, timeout, journal_bytes, spill, audit_rate, ledger, name
         See `Pipeline`.
 
+    Attributes
+    ----------
+    receipts, quarantined
+        See `Pipeline`.
+
     Raises
     ------
     InputError, InputTypeError
