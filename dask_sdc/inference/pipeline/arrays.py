@@ -42,7 +42,7 @@ class ArrayPipeline(StagedPipeline):
     client : Client
         The cluster; an asynchronous client makes every method a coroutine, or an asynchronous iterator, and
         the pipeline an asynchronous context manager.
-    stages : sequence of Stage
+    stages : Stage or sequence of Stage
         From the head to the tail, not loaded; they are pickled to the workers.
     depth : int, optional
         Chunks of a stream in flight at most; one per stage by default.
