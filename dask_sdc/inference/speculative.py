@@ -27,7 +27,10 @@ class Drafter(Protocol):
     """Guesses how a text goes on."""
 
     def draft(self, ids: Sequence[int]) -> tuple[int, ...] | DraftTree:
-        """Return guesses for the tokens after ``ids``, perhaps none; a tree of them is verified at once."""
+        """Return guesses for the tokens after ``ids``, perhaps none; a tree of them is verified at once.
+
+        Guesses are a tuple, list or array of ids of the model's vocabulary.
+        """
 
 
 def _check_at_least(name: str, value: Any, least: int) -> int:
@@ -433,7 +436,7 @@ class SpeculationWindow:
         drafts = self.drafter.draft(text) if self.drafter is not None else ()
         if isinstance(drafts, DraftTree) and drafts.first != drafts.tokens and self.trees and self.depth == 1:
             return self._grow(drafts, room)
-        drafted = list(drafts.first if isinstance(drafts, DraftTree) else drafts)
+        drafted = list(drafts.first if isinstance(drafts, DraftTree) else token_ids(drafts, "draft"))
         # Behind a chunk in flight the first drafted token takes the place of the one it will sample.
         tokens = drafted if self._flight else [self.committed[-1], *drafted]
         position = self.position + sum(len(chunk.tokens) for chunk in self._flight.values())

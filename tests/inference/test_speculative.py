@@ -307,3 +307,13 @@ def test_bad_arguments() -> None:
         SpeculationWindow((1,), [1], depth=0)
     with pytest.raises(InputError, match="expected a prompt and a committed token"):
         SpeculationWindow((1,), [])
+
+
+@pytest.mark.parametrize("draft", ["x", [1.5], 7])
+def test_drafts_that_are_no_ids_are_refused(draft: object) -> None:
+    class Odd:
+        def draft(self, ids: Sequence[int]) -> object:
+            return draft
+
+    with pytest.raises(InputTypeError, match="draft: expected a sequence of int"):
+        SpeculationWindow((1,), [1], Odd()).feed()  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ class ArrayPipeline(StagedPipeline):
     client : Client
         The cluster; an asynchronous client makes every method a coroutine, or an asynchronous iterator, and
         the pipeline an asynchronous context manager.
-    stages : sequence of Stage
+    stages : Stage or sequence of Stage
         From the head to the tail, not loaded; they are pickled to the workers.
     depth : int, optional
         Chunks of a stream in flight at most; one per stage by default.
@@ -50,6 +50,11 @@ class ArrayPipeline(StagedPipeline):
         Bytes for the states of all sessions per stage, for stages whose state grows with every position; a
         quarter of the worker's memory by default.
     spares, spare_weights, timeout, journal_bytes, spill, audit_rate, ledger, name
+        See `Pipeline`.
+
+    Attributes
+    ----------
+    receipts, quarantined
         See `Pipeline`.
 
     Raises

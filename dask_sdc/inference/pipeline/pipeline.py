@@ -66,7 +66,7 @@ class Pipeline(StagedPipeline):
     boundaries : sequence of int, optional
         First layer of every stage but the head, instead of a split by the measured speed of the workers.
     spares : int
-        Workers that are kept ready to take the place of a stage.
+        Workers that are kept ready to take the place of a stage; fewer where there are not that many.
     spare_weights : {"memory", "disk"}
         Where spares have the weights. Memory: every spare has all stages loaded. Disk: it has one stage
         loaded, and proved copies of the others on its local disk, which are loaded when needed. Which stage
@@ -74,7 +74,8 @@ class Pipeline(StagedPipeline):
     drafter : Drafter, optional
         Guesses tokens that the stages then verify; no token changes.
     depth : int
-        Chunks of one session in flight at most, where there is a drafter; 1 for one that drafts trees.
+        Chunks of one session in flight at most, where there is a drafter; without one there is only one,
+        and leave it at 1 for a drafter of trees.
     prefill_chunk : int
         Positions of a prefill chunk.
     timeout : float
@@ -99,10 +100,25 @@ class Pipeline(StagedPipeline):
     name : str, optional
         Name of the pipeline on the cluster; by default one that no other has.
 
+    Attributes
+    ----------
+    receipts : list of SDCAuditReceipt
+        Chunks on which two workers did not agree.
+    quarantined : dict of str to str
+        Why, by failure domain that an audit named.
+    boundaries : tuple of int
+        First layer of every stage but the head.
+    store : WeightStore
+        The model.
+    tokenizer : Tokenizer or None
+        What takes text.
+
     Raises
     ------
     InputError
         For bad arguments, before anything is sent to the cluster.
+    InputTypeError
+        If the client is no `Client`, or the drafter no drafter.
     NoDomainError
         If there are fewer workers than stages.
     CorruptionError
@@ -151,6 +167,7 @@ class Pipeline(StagedPipeline):
         )
         check_int("depth", depth, 1)
         check_int("prefill_chunk", prefill_chunk, 1)
+        _check_drafter(drafter)
         if stages != "auto":
             check_int("stages", stages, 1)
         self.store = weights if isinstance(weights, WeightStore) else WeightStore.open(weights)
@@ -216,7 +233,7 @@ class Pipeline(StagedPipeline):
         seed : int
             With temperature > 0: same seed, same tokens, whatever fails meanwhile.
         stop : sequence of int, optional
-            Ids that end the text; by default those of the model.
+            Ids that end the text, by default those of the model; the one that did is the last of the result.
         resume : Checkpoint, optional
             Goes on from there, after a check that it belongs to prompt, model and settings.
 
@@ -369,13 +386,18 @@ class Pipeline(StagedPipeline):
             raise ClosedError("expected an open pipeline, it was closed")
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise InputError("prompt: expected ids, as there is no tokenizer, got text")
+                why = (
+                    "the store has none"
+                    if find_spec("tokenizers")
+                    else "the library tokenizers is not installed"
+                )
+                raise InputError(f"prompt: expected ids, as there is no tokenizer ({why}), got text")
             prompt = self.tokenizer.encode(prompt)
         ids = token_ids(prompt, "prompt")
-        if not ids or max(ids) >= self.config.vocab_size:
-            raise InputError(
-                f"prompt: expected ids in 0..{self.config.vocab_size - 1}, at least one, got {ids[:8]}"
-            )
+        if not ids:
+            raise InputError("prompt: expected at least one token, got none")
+        if max(ids) >= self.config.vocab_size:
+            raise InputError(f"prompt: expected ids in 0..{self.config.vocab_size - 1}, got {max(ids)}")
         check_int("max_new_tokens", max_new_tokens, 1)
         check_int("seed", seed, 0)
         if seed >= 2**64:
@@ -416,6 +438,12 @@ class Pipeline(StagedPipeline):
         """Return the positions that a session may take, drafted ones included."""
         wanted = len(request.prompt) + len(request.committed) + request.max_new_tokens
         return min(self.config.max_context, wanted)
+
+
+def _check_drafter(drafter: Any) -> None:
+    # A class has the method too, but nothing to call it on.
+    if drafter is not None and (isinstance(drafter, type) or not callable(getattr(drafter, "draft", None))):
+        raise InputTypeError(f"drafter: expected an object with a method draft(ids), got {drafter!r:.80}")
 
 
 def _tokenizer_of(store: WeightStore) -> Tokenizer | None:

@@ -245,4 +245,7 @@ def expect_workers(chosen: Sequence[Candidate], stages: int) -> None:
         If there are fewer.
     """
     if len(chosen) < stages:
-        raise NoDomainError(f"expected {stages} workers for as many stages, got {len(chosen)}")
+        raise NoDomainError(
+            f"expected {stages} workers for as many stages, got {len(chosen)}; Client.wait_for_workers waits "
+            "for those that are still starting"
+        )

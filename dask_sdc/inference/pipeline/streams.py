@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,11 +30,12 @@ class Generation:
     Parameters
     ----------
     prompt, ids : tuple of int
-        Ids of the prompt, and the generated ones.
+        Ids of the prompt, and the generated ones. After a call with ``resume`` the latter are those that came
+        after the checkpoint.
     text : str or None
-        The generated text, if there is a tokenizer.
+        The text of ``ids``, if there is a tokenizer.
     stopped : bool
-        Whether a stop token ended it.
+        Whether a stop token, the last of ``ids``, ended it.
     statistics : DraftStatistics
         Of the speculation.
     checkpoint : Checkpoint
@@ -51,8 +52,9 @@ class Generation:
     text: str | None
     stopped: bool
     statistics: DraftStatistics
-    checkpoint: Checkpoint
-    receipt: RunReceipt
+    # Left out of the repr, which would be screens of digests in a notebook.
+    checkpoint: Checkpoint = field(repr=False)
+    receipt: RunReceipt = field(repr=False)
     audited: tuple[int, ...]
 
 

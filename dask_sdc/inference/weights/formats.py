@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from dask_sdc.exceptions import InputError
 from dask_sdc.inference.weights.gguf import open_gguf
 from dask_sdc.inference.weights.huggingface import open_huggingface
 from dask_sdc.inference.weights.source import TensorSource
@@ -34,4 +35,10 @@ def open_source(location: str | os.PathLike[str]) -> TensorSource:
         return open_gguf(path)
     if (path / "config.json").exists():
         return open_huggingface(path)
-    return WeightStore.open(location)
+    try:
+        return WeightStore.open(location)
+    except InputError as error:
+        if path.is_dir() and not (path / "zarr.json").exists():
+            expected = "a Hugging Face folder (with config.json), a .gguf file or a weight store"
+            raise InputError(f"{path}: expected {expected}, got none of them") from error
+        raise

@@ -438,7 +438,8 @@ def _locate(location: Any, *, read_only: bool) -> StorePath:
     if not isinstance(location, str | os.PathLike):
         expected = "a path, an fsspec URL or a Zarr store"
         raise InputTypeError(f"weight store: expected {expected}, got {type(location).__name__}")
-    path = Path(location)
+    # Absolute, as workers have folders of their own to be relative to.
+    path = Path(location).absolute()
     if path.suffix == ".zip":
         return StorePath(ZipStore(path, mode="r"))
     return StorePath(LocalStore(path, read_only=read_only))
@@ -464,11 +465,16 @@ def _claim(root: StorePath, overwrite: bool) -> None:
             f"expected a destination that can be written and rewritten, got {root}, read-only or a zip"
         )
     if not sync(root.is_empty()):
-        if _attributes(root).get("format") != FORMAT:
+        try:
+            found = _attributes(root).get("format")
+        except InputError:
+            found = None
+        if found != FORMAT:
             raise InputError(f"expected an empty destination or a weight store, got something else in {root}")
         if not overwrite:
             raise InputError(
-                f"expected an empty destination, got a weight store in {root}; overwrite=True replaces it"
+                f"expected an empty destination, got a weight store in {root}; overwrite=True (--overwrite "
+                "on the command line) replaces it"
             )
         # Before the first array goes, so that no interruption leaves a store that looks whole.
         zarr.Group.open(root, zarr_format=3).attrs.put(UNFINISHED)

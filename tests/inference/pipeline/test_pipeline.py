@@ -16,6 +16,7 @@ from dask_sdc.exceptions import (
     ContextOverflow,
     CorruptionError,
     InputError,
+    InputTypeError,
     NoDomainError,
 )
 from dask_sdc.faults.stages import StageFault, arm_stage_fault
@@ -154,12 +155,17 @@ def test_bad_input_is_refused_before_anything_is_sent(store: WeightStore) -> Non
         ):
             with pytest.raises(InputError, match=message):
                 Pipeline(c, store, **options)
+        for drafter in (5, NGramDrafter):
+            with pytest.raises(
+                InputTypeError, match=r"drafter: expected an object with a method draft\(ids\)"
+            ):
+                Pipeline(c, store, drafter=drafter)
         with pytest.raises(NoDomainError, match="expected 5 workers"):
             await Pipeline(c, store, stages=5)
         async with Pipeline(c, store, stages=2, spares=0) as pipeline:
             for arguments, message in (
-                (((), 4), "prompt"),
-                (((97,), 4), r"ids in 0\.\.96"),
+                (((), 4), "prompt: expected at least one token"),
+                ((tuple(range(98)), 4), r"ids in 0\.\.96, got 97"),
                 (("text", 4), "no tokenizer"),
                 ((PROMPT, 0), "max_new_tokens"),
                 ((PROMPT, 4.0), "max_new_tokens"),

@@ -22,7 +22,16 @@ from hypothesis import strategies as st
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, StorePath, ZipStore
 
 from dask_sdc.exceptions import CorruptionError, InputError, InputTypeError, SDCWarning
-from dask_sdc.inference.weights import WeightStore, block_names, convert, narrow, shapes, store, tensors_of
+from dask_sdc.inference.weights import (
+    WeightStore,
+    block_names,
+    convert,
+    narrow,
+    open_source,
+    shapes,
+    store,
+    tensors_of,
+)
 from tests.inference.weights.tiny import GPT2, LLAMA, TOKENIZER, MemorySource, random_tensors
 
 
@@ -238,7 +247,7 @@ def test_destination_that_cannot_be_written(read_only: str, tmp_path: Path) -> N
 
 def test_taken_destination(place: Any) -> None:
     first = convert(MemorySource(LLAMA), place).digest
-    with pytest.raises(InputError, match="overwrite=True"):
+    with pytest.raises(InputError, match=r"overwrite=True \(--overwrite on the command line\) replaces it"):
         convert(MemorySource(GPT2), place)
     assert WeightStore.open(place).digest == first
     second = convert(MemorySource(GPT2), place, overwrite=True)
@@ -256,7 +265,7 @@ def test_nothing_else_is_overwritten(what: str, tmp_path: Path) -> None:
         zarr.create_group(tmp_path).attrs["title"] = "years of work"
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     # Old versions of Zarr do not say that there is an array.
-    with pytest.raises((InputError, CorruptionError)):
+    with pytest.raises((InputError, CorruptionError), match=r"got something else in|is damaged"):
         convert(MemorySource(LLAMA), tmp_path, overwrite=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -351,6 +360,16 @@ def test_nothing_there(tmp_path: Path, memory: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_relative_path_is_that_of_whoever_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = pickle.loads(pickle.dumps(convert(MemorySource(LLAMA), "model")))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert store.check() == {}
+    assert str(tmp_path / "model") in store.location
+
+
 def test_something_else_there() -> None:
     place = MemoryStore()
     zarr.create_group(place, attributes={"title": "temperatures"})
@@ -412,3 +431,12 @@ def test_unreachable_storage_stays_an_os_error() -> None:
 def test_fsspec_store_object(memory: str) -> None:
     digest = convert(MemorySource(LLAMA), memory).digest
     assert WeightStore.open(FsspecStore.from_url(memory, read_only=True)).digest == digest
+
+
+def test_source_of_no_known_kind_is_told_what_is_known(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    expected = r"expected a Hugging Face folder .*, a \.gguf file or a weight store, got none of them"
+    with pytest.raises(InputError, match=expected):
+        open_source(tmp_path)
+    with pytest.raises(InputError, match="got nothing or something else"):
+        open_source(tmp_path / "gone")
