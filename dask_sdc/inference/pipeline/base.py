@@ -16,11 +16,11 @@ from distributed import Client
 from dask_sdc.cluster.session import Session
 from dask_sdc.evidence.ledger import Ledger
 from dask_sdc.evidence.receipts import SDCAuditReceipt
-from dask_sdc.exceptions import ClosedError, InputError, InputTypeError, StageError, StageTimeout
+from dask_sdc.exceptions import ClosedError, InputError, InputTypeError
 from dask_sdc.inference.heal import RecoveryReport
 from dask_sdc.inference.pipeline.audits import Mismatch
 from dask_sdc.inference.pipeline.coordinator import Coordinator
-from dask_sdc.inference.pipeline.crew import LOAD, Crew
+from dask_sdc.inference.pipeline.crew import Crew, loading
 from dask_sdc.inference.pipeline.evidence import receipt_of
 from dask_sdc.inference.pipeline.ops import Ring
 from dask_sdc.inference.pipeline.placement import Candidate
@@ -124,12 +124,12 @@ class StagedPipeline(ABC):
         ring.relays = tuple(self._session.addresses())
         self._crew.ring = ring
         ring.addresses = [one.address for one in chosen]
-        seats = [self._seated(ring, stage) for stage in range(len(ring))]
+        seats = [loading(ring.seat(k, address, 0), k, address) for k, address in enumerate(ring.addresses)]
         digests = _all_or_first_error(await asyncio.gather(*seats, return_exceptions=True))
         await asyncio.gather(*(ring.wire(k) for k in range(len(ring))))
-        expected = [part.digest for part in self._parts]
-        if digests != expected:
-            raise InputError(f"expected stages with digests {expected}, got {digests}")
+        for k, (part, digest) in enumerate(zip(self._parts, digests, strict=True)):
+            if digest != part.digest:
+                raise InputError(f"stage {k}: expected digest {part.digest} once it is loaded, got {digest}")
         self._coordinator = Coordinator(
             ring,
             digests,
@@ -142,18 +142,6 @@ class StagedPipeline(ABC):
         )
         await self._crew.keep_spares()
         self._watch(self._hear_of_workers())
-
-    async def _seated(self, ring: Ring, stage: int) -> str:
-        """Seat a stage on the worker that was chosen for it, and return the digest of its weights."""
-        address = ring.addresses[stage]
-        try:
-            return await asyncio.wait_for(ring.seat(stage, address, 0), LOAD)
-        except TimeoutError:
-            message = f"stage {stage}: expected worker {address} to load it within {LOAD:g} s"
-            raise StageTimeout(message, stage=stage) from None
-        except OSError as error:
-            message = f"stage {stage}: worker {address} was lost while it loaded: {error}"
-            raise StageError(message, stage=stage) from error
 
     @abstractmethod
     async def _placed(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Stage]]:
@@ -255,10 +243,9 @@ class StagedPipeline(ABC):
         if self._coordinator is not None:
             await self._coordinator.close()
         if (ring := self._crew.ring) is not None:
-            leaving = {*ring.addresses, *self._crew.prepared}
             calls = [
                 asyncio.wait_for(ring.call_at(address, "leave", forget=True), self._timeout)
-                for address in leaving
+                for address in list(ring.asked)
                 if not self._crew.gone(address)
             ]
             await asyncio.gather(*calls, return_exceptions=True)
