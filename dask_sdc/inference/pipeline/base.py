@@ -8,6 +8,7 @@ import os
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import dask
@@ -23,6 +24,7 @@ from dask_sdc.inference.pipeline.coordinator import Coordinator
 from dask_sdc.inference.pipeline.crew import Crew, loading
 from dask_sdc.inference.pipeline.evidence import receipt_of
 from dask_sdc.inference.pipeline.ops import Ring
+from dask_sdc.inference.pipeline.owners import disown, own
 from dask_sdc.inference.pipeline.placement import Candidate
 from dask_sdc.inference.pipeline.routes import Routes
 from dask_sdc.inference.pipeline.worker import Place, StageWorkerPlugin, describe
@@ -78,6 +80,11 @@ class StagedPipeline(ABC):
             raise InputError(f"spare_weights: expected 'memory' or 'disk', got {spare_weights!r}")
         if kv_bytes is not None:
             check_int("kv_bytes", kv_bytes, 1)
+        for key, path in (("spill", spill), ("ledger", ledger)):
+            if path is not None and not isinstance(path, str | os.PathLike):
+                raise InputTypeError(f"{key}: expected a path, got {type(path).__name__}")
+        if name is not None and (not isinstance(name, str) or Path(name).name != name):
+            raise InputError(f"name: expected text that a folder can be called by, got {name!r}")
         self._audit = ShadowAudit(audit_rate) if check_number("audit_rate", audit_rate) > 0 else None
         if self._audit is not None and replay == "fast":
             raise InputError("expected replay='exact' with audits, which compare bits, got 'fast'")
@@ -114,6 +121,7 @@ class StagedPipeline(ABC):
         await self._session.attach()
         self.client.subscribe_topic(self.name, self._hear)
         await self.client.register_plugin(StageWorkerPlugin())
+        await own(self.client, self.name, "leave", pipeline=self.name, forget=True)
         chosen, self._parts = await self._placed(await self._crew.measured())
         places = [
             Place(number, len(self._parts), self._journal_bytes, self._spill)
@@ -249,6 +257,7 @@ class StagedPipeline(ABC):
                 if not self._crew.gone(address)
             ]
             await asyncio.gather(*calls, return_exceptions=True)
+            await disown(self.client, self.name)
         if self._ledger is not None:
             self._ledger.close()
         with contextlib.suppress(ValueError):  # that failed before it listened
@@ -296,9 +305,11 @@ async def _nothing() -> None:
 
 
 def check_int(name: str, value: Any, least: int) -> None:
-    """Refuse what is no int of at least ``least``."""
+    """Refuse what is no int of at least ``least`` that a message can hold."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"{name}: expected an int of at least {least}, got {value!r}")
+    if value >= 2**64:
+        raise InputError(f"{name}: expected an int below 2**64, got {value}")
 
 
 def check_number(name: str, value: Any) -> float:

@@ -304,7 +304,8 @@ class Coordinator:
                 await self._or_alarm(sending)
             except asyncio.CancelledError:
                 # The next chunk must not overtake it.
-                await asyncio.wait([sending, self._alarm], return_when=asyncio.FIRST_COMPLETED)
+                either: list[asyncio.Future[Any]] = [sending, self._alarm]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 raise
             except (OSError, StageError) as error:  # a TimeoutError is an OSError
                 raise _Broken(
@@ -551,9 +552,7 @@ class Coordinator:
         self, session: FedSession, loss: Loss, holder: str, report: RecoveryReport, lives: int = 2
     ) -> None:
         """Give a session up if a stage was lost so many times at one position of it, which is to blame."""
-        position = session.fed([session.in_flight[0]])[0].position
-        if loss.chunk in session.in_flight:
-            position = session.fed([loss.chunk])[0].position
+        position = session.begin_of(loss.chunk)
         failed = self._failures.setdefault((loss.stage, session.name, position), [])
         failed.append(holder)
         if len(failed) < lives:

@@ -153,6 +153,8 @@ class Pipeline(StagedPipeline):
         check_int("prefill_chunk", prefill_chunk, 1)
         if stages != "auto":
             check_int("stages", stages, 1)
+        _check_methods("drafter", drafter, "draft")
+        _check_methods("tokenizer", tokenizer, "encode", "decode")
         self.store = weights if isinstance(weights, WeightStore) else WeightStore.open(weights)
         self.config = self.store.config
         self.boundaries: tuple[int, ...] = ()
@@ -378,8 +380,6 @@ class Pipeline(StagedPipeline):
             )
         check_int("max_new_tokens", max_new_tokens, 1)
         check_int("seed", seed, 0)
-        if seed >= 2**64:
-            raise InputError(f"seed: expected an int below 2**64, got {seed}")
         check_number("temperature", temperature)
         if check_number("top_p", top_p) == 0 or top_p > 1:
             raise InputError(f"top_p: expected a number in (0, 1], got {top_p!r}")
@@ -416,6 +416,14 @@ class Pipeline(StagedPipeline):
         """Return the positions that a session may take, drafted ones included."""
         wanted = len(request.prompt) + len(request.committed) + request.max_new_tokens
         return min(self.config.max_context, wanted)
+
+
+def _check_methods(name: str, value: Any, *methods: str) -> None:
+    """Refuse what is neither None nor has these methods."""
+    if value is not None and not all(callable(getattr(value, method, None)) for method in methods):
+        raise InputTypeError(
+            f"{name}: expected an object with {' and '.join(methods)}, got {type(value).__name__}"
+        )
 
 
 def _tokenizer_of(store: WeightStore) -> Tokenizer | None:

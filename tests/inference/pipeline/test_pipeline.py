@@ -16,6 +16,7 @@ from dask_sdc.exceptions import (
     ContextOverflow,
     CorruptionError,
     InputError,
+    InputTypeError,
     NoDomainError,
 )
 from dask_sdc.faults.stages import StageFault, arm_stage_fault
@@ -151,8 +152,20 @@ def test_bad_input_is_refused_before_anything_is_sent(store: WeightStore) -> Non
             ({"boundaries": [6]}, "boundaries"),
             ({"boundaries": [2], "stages": 3}, "expected 2 stages by boundaries"),
             ({"spare_weights": "ram"}, "spare_weights: expected 'memory' or 'disk', got 'ram'"),
+            ({"name": "../x"}, "name: expected text that a folder can be called by, got '../x'"),
+            ({"name": 5}, "name: expected text that a folder can be called by, got 5"),
+            ({"boundaries": 3.5}, "boundaries: expected rising layers between 0 and 6, got 3.5"),
+            ({"journal_bytes": 2**64}, "journal_bytes: expected an int below"),
         ):
             with pytest.raises(InputError, match=message):
+                Pipeline(c, store, **options)
+        for options, message in (
+            ({"spill": 5}, "spill: expected a path, got int"),
+            ({"ledger": True}, "ledger: expected a path, got bool"),
+            ({"drafter": "ngram"}, "drafter: expected an object with draft, got str"),
+            ({"tokenizer": 1}, "tokenizer: expected an object with encode and decode, got int"),
+        ):
+            with pytest.raises(InputTypeError, match=message):
                 Pipeline(c, store, **options)
         with pytest.raises(NoDomainError, match="expected 5 workers"):
             await Pipeline(c, store, stages=5)
