@@ -401,6 +401,7 @@ class Pipeline(StagedPipeline):
     def _new_session(self, request: Request) -> TokenSession:
         facts = {
             "tail": len(self._parts) - 1,
+            "vocabulary": self.config.vocab_size,
             "model_digest": self.store.digest,
             "tokenizer_digest": self.store.tokenizer_digest or "",
             "stage_boundaries": self.boundaries,

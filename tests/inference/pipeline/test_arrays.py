@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import contextlib
 import hashlib
@@ -293,7 +292,7 @@ def test_an_interrupt_from_the_keyboard_comes_through_and_ends_the_session(pipel
 
     def source() -> Iterator[Array]:
         yield CHUNKS[0]
-        _thread.interrupt_main()
+        os.kill(os.getpid(), signal.SIGINT)
         over.wait(60)
 
     try:

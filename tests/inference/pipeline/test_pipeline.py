@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,34 @@ def test_speculation_changes_no_token(store: WeightStore, depth: int) -> None:
             assert done.statistics.committed >= 39
             sampled = await pipeline.generate(prompt, 24, temperature=0.7, seed=3)
             assert sampled.ids == generated(store, prompt, 24, temperature=0.7, seed=3)
+
+    in_cluster(body)
+
+
+class Nonsense:
+    def __init__(self, drafts: Any) -> None:
+        self.drafts = drafts
+
+    def draft(self, ids: Sequence[int]) -> Any:
+        return self.drafts
+
+
+@pytest.mark.parametrize(
+    ("drafts", "error", "match"),
+    [
+        ((5, 97), InputError, r"drafter: expected ids in 0\.\.96, got \(5, 97\)"),
+        ((-1,), InputError, "drafter: expected token ids >= 0, got -1"),
+        (None, InputTypeError, "drafter: expected a sequence of int, got None"),
+    ],
+)
+def test_a_drafter_of_nonsense_is_named_and_no_stage(
+    store: WeightStore, drafts: Any, error: type[Exception], match: str
+) -> None:
+    async def body(c: Client) -> None:
+        async with Pipeline(c, store, stages=2, spares=0, drafter=Nonsense(drafts), depth=2) as pipeline:
+            with pytest.raises(error, match=match):
+                await pipeline.generate(PROMPT, 8)
+            assert pipeline.recoveries == []
 
     in_cluster(body)
 
