@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_sdc.exceptions import CorruptionError, InputError, StageError
+from dask_sdc.exceptions import CorruptionError, InputError, InputTypeError, StageError
 from dask_sdc.inference.journal import ChunkRecord, DigestLog, Journal, boundary_digest, boundary_sketch
 from dask_sdc.inference.model.sampling import sample
 from dask_sdc.inference.speculative import DraftTree
@@ -285,10 +285,30 @@ class StageHost:
         parents: Sequence[int] = (),
     ) -> Array:
         """Run the stage over an array; the step that faults are injected into."""
+        # In one memory layout, as bits may depend on it, and the stage's own, which it may write to.
+        own = np.array(array, order="C")
         if parents:
-            return self.stage.forward_tree(array, held.state, parents)
-        forward = self.stage.forward_rounded if rounded else self.stage.forward
-        return forward(array, held.state, rows=rows if self.tail else None)
+            made = self.stage.forward_tree(own, held.state, parents)
+        else:
+            forward = self.stage.forward_rounded if rounded else self.stage.forward
+            made = forward(own, held.state, rows=rows if self.tail else None)
+        self._check(made, array)
+        if self.tail and held.settings.sampled:
+            return made  # is sampled from at once
+        return np.array(made, order="C")  # the stage may go on writing to what it returned
+
+    def _check(self, made: Any, chunk: Array) -> None:
+        """Refuse what is no chunk for the next stage; what the last one gives may have other positions."""
+        if not isinstance(made, np.ndarray) or isinstance(made, np.ma.MaskedArray):
+            raise InputTypeError(
+                f"stage {self.number}: expected an ndarray from forward, got {type(made).__name__}"
+            )
+        axes = 1 if self.tail else 2
+        if made.ndim < 2 or made.shape[:axes] != chunk.shape[:axes]:
+            wanted = ", ".join(map(str, (*chunk.shape[:axes], *["positions"] * self.tail)))
+            raise InputError(
+                f"stage {self.number}: expected output of forward of shape ({wanted}, ...), got {made.shape}"
+            )
 
     def replay(self, chunks: Sequence[Chunk], kept: Sequence[int]) -> list[ChunkRecord]:
         """Take chunks of one session again, each in its full width, and return the records of the outputs.

@@ -10,6 +10,7 @@ many positions of a chunk still count.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import struct
 import threading
@@ -54,8 +55,10 @@ def boundary_digest(array: Array) -> bytes:
 
 @lru_cache(maxsize=64)
 def _little_endian(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    if dtype.kind not in "biufc":
-        raise InputTypeError(f"boundary: expected an array of kind b, i, u, f or c, got {dtype}")
+    if dtype.kind not in "biufc" or dtype.char in "gG":  # whose padding is whatever was in memory
+        raise InputTypeError(
+            f"boundary: expected an array of kind b, i, u, f or c, of 64 bits per part at most, got {dtype}"
+        )
     return dtype.newbyteorder("<")
 
 
@@ -74,7 +77,7 @@ def boundary_sketch(array: Array, axis: int = 1) -> bytes:
     Parameters
     ----------
     array : ndarray
-        A chunk of real numbers.
+        A chunk of numbers.
     axis : int, optional
         The axis along which positions lie.
 
@@ -83,8 +86,10 @@ def boundary_sketch(array: Array, axis: int = 1) -> bytes:
     bytes
         float64, little-endian, of shape (positions, `SKETCH`).
     """
+    if np.iscomplexobj(array):
+        array = np.stack([array.real, array.imag], -1)
     rows = np.moveaxis(np.asarray(array, np.float64), axis, 0)  # (T, ...)
-    rows = rows.reshape(rows.shape[0], -1)  # (T, F)
+    rows = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))  # (T, F)
     return np.asarray(rows @ _signs(rows.shape[1]), "<f8").tobytes()
 
 

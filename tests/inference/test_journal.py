@@ -57,8 +57,14 @@ def test_digest_sees_every_bit(array: np.ndarray, data: st.DataObject) -> None:
 
 
 def test_digest_refuses_objects() -> None:
-    with pytest.raises(InputTypeError, match="expected an array of kind b, i, u, f or c, got object"):
+    with pytest.raises(InputTypeError, match=r"array of kind b, i, u, f or c.*got object"):
         boundary_digest(np.array([None]))
+
+
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+def test_digest_refuses_what_is_padded(dtype: type) -> None:
+    with pytest.raises(InputTypeError, match="64 bits per part at most"):
+        boundary_digest(np.zeros((1, 2), dtype))
 
 
 def chunk(index: int, width: int, features: int = 3) -> np.ndarray:
@@ -318,3 +324,11 @@ def test_sketches_measure_differences(rows: int, features: int, seed: int) -> No
         assert true / 20 < error < 4 * true
         assert sketch_error(row, row) == 0.0
     assert sketch_error(np.full(SKETCH, np.nan), np.zeros(SKETCH)) == np.inf
+
+
+def test_sketches_see_imaginary_parts_and_take_chunks_without_elements() -> None:
+    array = np.random.default_rng(3).normal(size=(2, 4, 5)) + 0j
+    parts = np.stack([array.real, array.imag], -1)
+    assert boundary_sketch(array) == boundary_sketch(parts)
+    assert boundary_sketch(array + 1j) != boundary_sketch(array)
+    assert boundary_sketch(array[:, :, :0]) == np.zeros((4, SKETCH)).tobytes()

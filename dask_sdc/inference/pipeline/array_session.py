@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from dask_sdc.exceptions import (
     CheckpointError,
+    ContextOverflow,
     GenerationInterrupted,
     InputError,
     InputTypeError,
@@ -33,14 +35,16 @@ def checked_chunk(name: str, chunk: Any, like: Array | None = None) -> Array:
     Raises
     ------
     InputTypeError
-        If it is no array of bool, integer, real or complex numbers.
+        If it is no array of bool, integer, real or complex numbers of 64 bits per part at most, or masked.
     InputError
         If it has no position, or another batch, shape or dtype than ``like``.
     """
     array = np.asarray(chunk)
-    if array.dtype.kind not in "biufc":
+    masked = isinstance(chunk, np.ma.MaskedArray)
+    if masked or array.dtype.kind not in "biufc" or array.dtype.char in "gG":
         raise InputTypeError(
-            f"{name}: expected an array of numbers, got {type(chunk).__name__} of {array.dtype}"
+            f"{name}: expected an array of numbers, no extended precision and no mask, got "
+            f"{type(chunk).__name__} of {array.dtype}"
         )
     if array.ndim < 2 or 0 in array.shape[:2]:
         raise InputError(f"{name}: expected shape (batch, positions, ...), none of them 0, got {array.shape}")
@@ -192,13 +196,16 @@ class StreamSession(ArraySession):
     ----------
     source : iterator of array_like
         Chunks (B, T, ...), read as they are needed, in a thread.
+    capacity : int or None
+        Positions that may come at most.
     **session
         See `ArraySession`.
     """
 
-    def __init__(self, source: Iterator[Any], **session: Any) -> None:
+    def __init__(self, source: Iterator[Any], capacity: int | None, **session: Any) -> None:
         super().__init__(reading=asyncio.Lock(), **session)
         self._source: Iterator[Any] | None = source
+        self._room = math.inf if capacity is None else capacity
 
     def begin(self) -> None:
         """Read the first chunk, which says how many sequences go together."""
@@ -216,10 +223,26 @@ class StreamSession(ArraySession):
                 chunk = next(self._source)
             except StopIteration:
                 self._source = None
+                self._check_whole()
                 return False
-            like = self._inputs[0] if self._inputs else None
-            self._inputs.append(checked_chunk(f"chunk {number}", chunk, like))
+            self._take_in(checked_chunk(f"chunk {number}", chunk, self._inputs[0] if self._inputs else None))
         return number < len(self._inputs)
+
+    def _take_in(self, chunk: Array) -> None:
+        if chunk.shape[1] > self._room:
+            raise ContextOverflow(
+                f"chunk {len(self._inputs)}: expected {self._room} positions at most that are left of "
+                f"capacity, got {chunk.shape[1]}"
+            )
+        self._room -= chunk.shape[1]
+        self._inputs.append(chunk)
+
+    def _check_whole(self) -> None:
+        """Refuse a source that ends before what the checkpoint has of it."""
+        if len(self._inputs) < len(self._old):
+            raise CheckpointError(
+                f"chunks: expected {len(self._old)} at least, as the checkpoint has, got {len(self._inputs)}"
+            )
 
 
 class StatesSession(StreamSession):

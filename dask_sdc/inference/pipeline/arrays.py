@@ -146,7 +146,7 @@ class ArrayPipeline(StagedPipeline):
         CheckpointError
             If the checkpoint belongs to other stages or chunks.
         ContextOverflow
-            If the stages have not the memory for ``capacity`` positions.
+            If the stages have not the memory for ``capacity`` positions, or more come.
         """
         self._running  # noqa: B018  # raises if it is closed
         if isinstance(chunks, np.ndarray) or not isinstance(chunks, Iterable):
@@ -155,7 +155,7 @@ class ArrayPipeline(StagedPipeline):
             check_int("capacity", capacity, 1)
         elif any(part.bytes_per_position for part in self._parts):
             raise InputError("capacity: expected positions, as a stage's state grows with each, got None")
-        session = StreamSession(iter(chunks), depth=self._depth, **self._common(resume))
+        session = StreamSession(iter(chunks), capacity, depth=self._depth, **self._common(resume))
         return self._iterated(self._followed(session, capacity))
 
     def rollout(
@@ -258,7 +258,7 @@ def _checked(stages: Any) -> list[Stage]:
     Raises
     ------
     InputTypeError
-        If one is no stage, or cannot be pickled, naming it.
+        If one is no stage, has no digest or cannot be pickled, naming it.
     InputError
         If there is none.
     """
@@ -268,6 +268,8 @@ def _checked(stages: Any) -> list[Stage]:
     for number, part in enumerate(parts):
         if not isinstance(part, Stage):
             raise InputTypeError(f"stage {number}: expected a Stage, got {type(part).__name__}")
+        if not isinstance(part.digest, str):
+            raise InputTypeError(f"stage {number}: expected a digest that is text, got {part.digest!r}")
         try:
             describe(part)
         except Exception as error:

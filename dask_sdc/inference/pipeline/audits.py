@@ -364,6 +364,7 @@ class StageAudits:
         ring, name = self._around.ring, session.name
         found: list[ChunkRecord] = []
         self._asked.setdefault(name, set()).add(address)
+        ring.asked.add(address)
         for part in parts(chunks):
             indices, kept = [record.index for record in part], [record.kept for record in part]
             shadow = {

@@ -8,6 +8,7 @@ import os
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import dask
@@ -16,13 +17,14 @@ from distributed import Client
 from dask_sdc.cluster.session import Session
 from dask_sdc.evidence.ledger import Ledger
 from dask_sdc.evidence.receipts import SDCAuditReceipt
-from dask_sdc.exceptions import ClosedError, InputError, InputTypeError, StageError, StageTimeout
+from dask_sdc.exceptions import ClosedError, InputError, InputTypeError
 from dask_sdc.inference.heal import RecoveryReport
 from dask_sdc.inference.pipeline.audits import Mismatch
 from dask_sdc.inference.pipeline.coordinator import Coordinator
-from dask_sdc.inference.pipeline.crew import LOAD, Crew
+from dask_sdc.inference.pipeline.crew import Crew, loading
 from dask_sdc.inference.pipeline.evidence import receipt_of
 from dask_sdc.inference.pipeline.ops import Ring
+from dask_sdc.inference.pipeline.owners import disown, own
 from dask_sdc.inference.pipeline.placement import Candidate
 from dask_sdc.inference.pipeline.routes import Routes
 from dask_sdc.inference.pipeline.worker import Place, StageWorkerPlugin, describe
@@ -78,6 +80,11 @@ class StagedPipeline(ABC):
             raise InputError(f"spare_weights: expected 'memory' or 'disk', got {spare_weights!r}")
         if kv_bytes is not None:
             check_int("kv_bytes", kv_bytes, 1)
+        for key, path in (("spill", spill), ("ledger", ledger)):
+            if path is not None and not isinstance(path, str | os.PathLike):
+                raise InputTypeError(f"{key}: expected a path, got {type(path).__name__}")
+        if name is not None and (not isinstance(name, str) or Path(name).name != name):
+            raise InputError(f"name: expected text that a folder can be called by, got {name!r}")
         self._audit = ShadowAudit(audit_rate) if check_number("audit_rate", audit_rate) > 0 else None
         if self._audit is not None and replay == "fast":
             raise InputError("expected replay='exact' with audits, which compare bits, got 'fast'")
@@ -114,6 +121,7 @@ class StagedPipeline(ABC):
         await self._session.attach()
         self.client.subscribe_topic(self.name, self._hear)
         await self.client.register_plugin(StageWorkerPlugin())
+        await own(self.client, self.name, "leave", pipeline=self.name, forget=True)
         chosen, self._parts = await self._placed(await self._crew.measured())
         places = [
             Place(number, len(self._parts), self._journal_bytes, self._spill)
@@ -124,12 +132,12 @@ class StagedPipeline(ABC):
         ring.relays = tuple(self._session.addresses())
         self._crew.ring = ring
         ring.addresses = [one.address for one in chosen]
-        seats = [self._seated(ring, stage) for stage in range(len(ring))]
+        seats = [loading(ring.seat(k, address, 0), k, address) for k, address in enumerate(ring.addresses)]
         digests = _all_or_first_error(await asyncio.gather(*seats, return_exceptions=True))
         await asyncio.gather(*(ring.wire(k) for k in range(len(ring))))
-        expected = [part.digest for part in self._parts]
-        if digests != expected:
-            raise InputError(f"expected stages with digests {expected}, got {digests}")
+        for k, (part, digest) in enumerate(zip(self._parts, digests, strict=True)):
+            if digest != part.digest:
+                raise InputError(f"stage {k}: expected digest {part.digest} once it is loaded, got {digest}")
         self._coordinator = Coordinator(
             ring,
             digests,
@@ -142,18 +150,6 @@ class StagedPipeline(ABC):
         )
         await self._crew.keep_spares()
         self._watch(self._hear_of_workers())
-
-    async def _seated(self, ring: Ring, stage: int) -> str:
-        """Seat a stage on the worker that was chosen for it, and return the digest of its weights."""
-        address = ring.addresses[stage]
-        try:
-            return await asyncio.wait_for(ring.seat(stage, address, 0), LOAD)
-        except TimeoutError:
-            message = f"stage {stage}: expected worker {address} to load it within {LOAD:g} s"
-            raise StageTimeout(message, stage=stage) from None
-        except OSError as error:
-            message = f"stage {stage}: worker {address} was lost while it loaded: {error}"
-            raise StageError(message, stage=stage) from error
 
     @abstractmethod
     async def _placed(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Stage]]:
@@ -255,13 +251,13 @@ class StagedPipeline(ABC):
         if self._coordinator is not None:
             await self._coordinator.close()
         if (ring := self._crew.ring) is not None:
-            leaving = {*ring.addresses, *self._crew.prepared}
             calls = [
                 asyncio.wait_for(ring.call_at(address, "leave", forget=True), self._timeout)
-                for address in leaving
+                for address in list(ring.asked)
                 if not self._crew.gone(address)
             ]
             await asyncio.gather(*calls, return_exceptions=True)
+            await disown(self.client, self.name)
         if self._ledger is not None:
             self._ledger.close()
         with contextlib.suppress(ValueError):  # that failed before it listened
@@ -309,9 +305,11 @@ async def _nothing() -> None:
 
 
 def check_int(name: str, value: Any, least: int) -> None:
-    """Refuse what is no int of at least ``least``."""
+    """Refuse what is no int of at least ``least`` that a message can hold."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"{name}: expected an int of at least {least}, got {value!r}")
+    if value >= 2**64:
+        raise InputError(f"{name}: expected an int below 2**64, got {value}")
 
 
 def check_number(name: str, value: Any) -> float:

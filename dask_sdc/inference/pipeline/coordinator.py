@@ -32,6 +32,9 @@ T = TypeVar("T")
 #: Deadlines are this many times what a traversal took so far, where that is longer than the timeout.
 _SLACK = 20.0
 
+#: Workers that a stage may be lost on without a word, at one position of a session, before that is to blame.
+_LIVES = 4
+
 
 class _Broken(Exception):
     """Something is wrong with the pipeline: it is to be healed, and what is in flight is lost."""
@@ -102,6 +105,7 @@ class Coordinator:
         self._failures: dict[tuple[int, str, int], list[str]] = {}
         self._rollbacks: dict[str, int] = {}
         self._inquiries: set[asyncio.Future[None]] = set()
+        self._openings: dict[str, asyncio.Future[None]] = {}
         self._audits = None
         if audit is not None and differs is not None:
             self._audits = StageAudits(audit, self, differs)
@@ -216,7 +220,8 @@ class Coordinator:
                 f"expected at most {self.budget} positions, which the stages have memory for, got {capacity}"
             )
         async with self._free:
-            await self._free.wait_for(lambda: self._taken + capacity <= self.budget)
+            await self._free.wait_for(lambda: self._closed or self._taken + capacity <= self.budget)
+            self._check_open()
             self._taken += capacity
         try:
             yield
@@ -238,6 +243,10 @@ class Coordinator:
             awaited = session.awaited
             if awaited is None:
                 return  # nothing is left to be fed
+            if session.epoch != self._epoch or self._recovery is not None:
+                return  # healed, or about to be, while the session was asked what to feed
+            if awaited not in self._waiting:
+                raise _Broken(f"chunk {awaited} is not on its way any more")
             answer = await self._or_alarm(self._waiting[awaited])
         except _Overtaken:
             return
@@ -290,8 +299,14 @@ class Coordinator:
             index, chunk = self._fed, session.sent(self._fed, feed)
             deadline = self._deadline(chunk.width)
             self._waiting[index] = asyncio.ensure_future(self._answer(index, chunk, deadline))
+            sending = asyncio.ensure_future(asyncio.wait_for(self._sent(chunk), deadline))
             try:
-                await self._or_alarm(asyncio.ensure_future(asyncio.wait_for(self._sent(chunk), deadline)))
+                await self._or_alarm(sending)
+            except asyncio.CancelledError:
+                # The next chunk must not overtake it.
+                either: list[asyncio.Future[Any]] = [sending, self._alarm]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                raise
             except (OSError, StageError) as error:  # a TimeoutError is an OSError
                 raise _Broken(
                     f"the head did not take chunk {index}: {type(error).__name__}: {error}"
@@ -343,14 +358,19 @@ class Coordinator:
             self.ring.call(stage, "open", session=session.name, settings=settings)
             for stage in range(len(self.ring))
         ]
+        self._openings[session.name] = opening = asyncio.ensure_future(
+            asyncio.wait_for(_all(calls), self.timeout)
+        )
         try:
-            await self._or_alarm(asyncio.ensure_future(asyncio.wait_for(_all(calls), self.timeout)))
+            await self._or_alarm(opening)
         except (OSError, StageError, TimeoutError) as error:
             raise _Broken(f"no session could be opened: {type(error).__name__}: {error}") from error
 
     async def _close(self, name: str) -> None:
+        opening = self._openings.pop(name)
         if self._closed:
             return
+        await asyncio.wait([opening])  # a stage that is asked to open it still must not do so afterwards
         if self._audits is not None:
             await self._audits.forget(name)
         async with self._order:  # not in the middle of a recovery, which would miss it
@@ -381,9 +401,12 @@ class Coordinator:
         if epoch == self._epoch and self._recovery is None:
             self.alarm(f"stage {stage}: {why}")
 
-    def _check_alarm(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("expected an open pipeline, it was closed")
+
+    def _check_alarm(self) -> None:
+        self._check_open()
         if self._alarm.done():
             raise _Broken(self._alarm.result())
 
@@ -392,6 +415,7 @@ class Coordinator:
         work.add_done_callback(_noticed)
         either: list[asyncio.Future[Any]] = [work, self._alarm]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        self._check_open()
         if not work.done():
             self._check_alarm()
         if work.cancelled():
@@ -429,6 +453,7 @@ class Coordinator:
 
         ``stuck`` says whether a chunk that did not come back is a sign of anything, and not just on its way.
         """
+        self._check_open()
         if self._recovery is None:
             self.alarm(why)
             self._recovery = asyncio.ensure_future(self._recover(stuck))
@@ -509,26 +534,35 @@ class Coordinator:
             self._epoch, self._settled = report.epoch, self._fed
             self._returned.clear()
             self._distrusted = set(report.resent)
-            for loss in report.losses:
+            lost = {loss.stage: loss for loss in report.losses}
+            for loss in lost.values():
                 if loss.kind is LossKind.FROZEN and loss.detail and loss.chunk in flying:
                     self._blame_input(flying[loss.chunk], loss, holders[loss.stage], report)
+                elif loss.kind in (LossKind.FROZEN, LossKind.UNREACHABLE):
+                    # All that were on their way may have been the end of it.
+                    for session in set(flying.values()):
+                        self._blame_input(session, loss, holders[loss.stage], report, _LIVES)
             for name in report.inexact & self._sessions.keys():
                 self._sessions[name].exact = False
             self.recoveries.append(report)
             self._alarm = asyncio.get_running_loop().create_future()
         return report
 
-    def _blame_input(self, session: FedSession, loss: Loss, holder: str, report: RecoveryReport) -> None:
-        """Give a session up if a stage failed on two workers at one chunk of it: the chunk is to blame."""
-        [chunk] = session.fed([loss.chunk])
-        failed = self._failures.setdefault((loss.stage, session.name, chunk.position), [])
+    def _blame_input(
+        self, session: FedSession, loss: Loss, holder: str, report: RecoveryReport, lives: int = 2
+    ) -> None:
+        """Give a session up if a stage was lost so many times at one position of it, which is to blame."""
+        position = session.begin_of(loss.chunk)
+        failed = self._failures.setdefault((loss.stage, session.name, position), [])
         failed.append(holder)
-        if len(failed) < 2:
+        if len(failed) < lives:
             return
-        self.ring.shunned.difference_update(failed)
+        if loss.detail:
+            self.ring.shunned.difference_update(failed)
+        times = "two" if lives == 2 else lives
         report.abandoned[session.name] = GenerationInterrupted(
-            f"session {session.name}: stage {loss.stage} failed at position {chunk.position} on two workers: "
-            f"{loss.detail}",
+            f"session {session.name}: stage {loss.stage} failed at position {position} on {times} workers: "
+            f"{loss.detail or f'no answer within {self.timeout:g} s or more'}",
             stage=loss.stage,
             session=session.name,
             committed=session.state().committed,
@@ -569,6 +603,8 @@ class Coordinator:
         if self._audits is not None:
             await self._audits.close()
         self.alarm("the pipeline was closed")
+        async with self._free:
+            self._free.notify_all()
         if self._recovery is not None:
             self._recovery.cancel()
             await asyncio.gather(self._recovery, return_exceptions=True)
@@ -586,7 +622,10 @@ def _noticed(work: asyncio.Future[Any]) -> None:
 
 
 async def _all(calls: Sequence[Awaitable[Any]]) -> None:
-    await asyncio.gather(*calls)
+    """Wait until all calls have ended, and raise what the first one raised that failed."""
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
 
 
 def session_name() -> str:

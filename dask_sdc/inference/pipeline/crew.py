@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 from dask_sdc.cluster.session import Session
+from dask_sdc.exceptions import SDCError, StageError, StageTimeout
 from dask_sdc.inference.ops import RecoveryReport
 from dask_sdc.inference.pipeline.audits import Located
 from dask_sdc.inference.pipeline.candidates import Candidates
@@ -15,7 +16,7 @@ from dask_sdc.inference.pipeline.ops import Ring
 from dask_sdc.inference.pipeline.placement import Candidate, choose_workers, next_hot
 from dask_sdc.inference.pipeline.routes import Routes
 
-__all__ = ["LOAD", "Crew"]
+__all__ = ["LOAD", "Crew", "loading"]
 
 logger = logging.getLogger("dask_sdc.inference")
 
@@ -30,6 +31,29 @@ LOAD = 300.0
 
 #: Seconds after which spares are looked for again where there were too few.
 _REST = 3.0
+
+T = TypeVar("T")
+
+
+async def loading(call: Awaitable[T], stage: int, address: str) -> T:
+    """Wait until a worker has loaded a stage.
+
+    Raises
+    ------
+    StageTimeout
+        If that takes too long.
+    StageError
+        If it fails, for a reason that does not say so itself as an `SDCError` does.
+    """
+    expected = f"stage {stage}: expected worker {address} to load it"
+    try:
+        return await asyncio.wait_for(call, LOAD)
+    except SDCError:
+        raise
+    except TimeoutError:
+        raise StageTimeout(f"{expected} within {LOAD:g} s", stage=stage) from None
+    except Exception as error:
+        raise StageError(f"{expected}, got {type(error).__name__}: {error}", stage=stage) from error
 
 
 class Crew:
@@ -95,11 +119,6 @@ class Crew:
         ready = [address for address, stages in self._prepared.items() if stages and not self.gone(address)]
         return tuple(address for address in ready if address not in self._taken())
 
-    @property
-    def prepared(self) -> Collection[str]:
-        """Addresses of all workers that loaded stages to be ready."""
-        return self._prepared.keys()
-
     async def spare(self, stage: int, refused: Collection[str]) -> str | None:
         """Return a worker that can take a stage."""
         candidates, taken = await self.candidates(), self._taken()
@@ -159,7 +178,7 @@ class Crew:
         for stage, keep in self._policy(address).items():
             if stage not in ready:
                 loaded = ring.call_at(address, "prepare", number=stage, stage=ring.blobs[stage], keep=keep)
-                await asyncio.wait_for(loaded, LOAD)
+                await loading(loaded, stage, address)
                 ready[stage] = keep
 
     def _policy(self, address: str) -> dict[int, str]:

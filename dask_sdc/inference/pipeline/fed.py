@@ -180,6 +180,11 @@ class FedSession(ABC):
         """Numbers of the chunks in flight, the oldest first."""
         return tuple(index for index, _ in self._flight)
 
+    def begin_of(self, chunk: int) -> int:
+        """Return the position at which a chunk in flight begins, or the oldest one if it is not in flight."""
+        begins = {index: feed.position for index, feed in self._flight}
+        return begins.get(chunk, next(iter(begins.values()), self.position))
+
     @abstractmethod
     def returned(self, answer: Returned) -> None:
         """Take the answer to the oldest chunk in flight."""

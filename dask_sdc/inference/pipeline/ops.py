@@ -64,6 +64,8 @@ class Ring:
         self.addresses: list[str] = [""] * len(self.blobs)
         #: Workers that lost a stage or were refused; not used again, as they may be frozen or worse.
         self.shunned: set[str] = set()
+        #: Workers that were ever asked anything, which may hold something of the pipeline.
+        self.asked: set[str] = set()
         self.routes = routes
 
     def __len__(self) -> int:
@@ -75,6 +77,7 @@ class Ring:
 
     def call_at(self, address: str, method: str, **arguments: Any) -> Awaitable[Any]:
         """Call a method of the plugin on a worker."""
+        self.asked.add(address)
         return self.routes.call(address, method, pipeline=self.name, **arguments)
 
     async def seat(self, stage: int, address: str, epoch: int) -> str:

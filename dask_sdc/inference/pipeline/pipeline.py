@@ -167,9 +167,10 @@ class Pipeline(StagedPipeline):
         )
         check_int("depth", depth, 1)
         check_int("prefill_chunk", prefill_chunk, 1)
-        _check_drafter(drafter)
         if stages != "auto":
             check_int("stages", stages, 1)
+        _check_methods("drafter", drafter, "draft")
+        _check_methods("tokenizer", tokenizer, "encode", "decode")
         self.store = weights if isinstance(weights, WeightStore) else WeightStore.open(weights)
         self.config = self.store.config
         self.boundaries: tuple[int, ...] = ()
@@ -400,8 +401,6 @@ class Pipeline(StagedPipeline):
             raise InputError(f"prompt: expected ids in 0..{self.config.vocab_size - 1}, got {max(ids)}")
         check_int("max_new_tokens", max_new_tokens, 1)
         check_int("seed", seed, 0)
-        if seed >= 2**64:
-            raise InputError(f"seed: expected an int below 2**64, got {seed}")
         check_number("temperature", temperature)
         if check_number("top_p", top_p) == 0 or top_p > 1:
             raise InputError(f"top_p: expected a number in (0, 1], got {top_p!r}")
@@ -423,6 +422,7 @@ class Pipeline(StagedPipeline):
     def _new_session(self, request: Request) -> TokenSession:
         facts = {
             "tail": len(self._parts) - 1,
+            "vocabulary": self.config.vocab_size,
             "model_digest": self.store.digest,
             "tokenizer_digest": self.store.tokenizer_digest or "",
             "stage_boundaries": self.boundaries,
@@ -440,10 +440,12 @@ class Pipeline(StagedPipeline):
         return min(self.config.max_context, wanted)
 
 
-def _check_drafter(drafter: Any) -> None:
-    # A class has the method too, but nothing to call it on.
-    if drafter is not None and (isinstance(drafter, type) or not callable(getattr(drafter, "draft", None))):
-        raise InputTypeError(f"drafter: expected an object with a method draft(ids), got {drafter!r:.80}")
+def _check_methods(name: str, value: Any, *methods: str) -> None:
+    """Refuse what is neither None nor an object with these methods; a class has nothing to call them on."""
+    able = not isinstance(value, type) and all(callable(getattr(value, method, None)) for method in methods)
+    if value is not None and not able:
+        expected = " and ".join(methods)
+        raise InputTypeError(f"{name}: expected an object with {expected}, got {value!r:.80}")
 
 
 def _tokenizer_of(store: WeightStore) -> Tokenizer | None:

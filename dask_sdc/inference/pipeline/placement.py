@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -70,10 +70,10 @@ def boundaries_of(given: Sequence[int], n_layers: int) -> tuple[int, ...]:
     InputError
         If they do not rise, or leave a stage without a layer.
     """
-    cuts = tuple(given)
+    cuts = tuple(given) if isinstance(given, Iterable) else (given,)
     whole = all(isinstance(cut, int) and not isinstance(cut, bool) for cut in cuts)
     if not whole or any(b <= a for a, b in pairwise((0, *cuts, n_layers))):
-        raise InputError(f"boundaries: expected rising layers between 0 and {n_layers}, got {list(given)!r}")
+        raise InputError(f"boundaries: expected rising layers between 0 and {n_layers}, got {given!r}")
     return cuts
 
 

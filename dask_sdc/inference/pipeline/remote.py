@@ -15,6 +15,7 @@ from dask_sdc.inference.checkpoint import Checkpoint
 from dask_sdc.inference.pipeline.base import pipeline_name
 from dask_sdc.inference.pipeline.crew import LOAD
 from dask_sdc.inference.pipeline.hosting import CoordinatorPlugin, PipelineState
+from dask_sdc.inference.pipeline.owners import disown, own
 from dask_sdc.inference.pipeline.placement import LABEL
 from dask_sdc.inference.pipeline.routes import Connection, Routes
 from dask_sdc.inference.pipeline.streams import News, check_settings, last_of, synchronous, tokens_of
@@ -89,6 +90,7 @@ class RemotePipeline:
         await self._choose()
         for plugin in (StageWorkerPlugin(), CoordinatorPlugin()):
             await self.client.register_plugin(plugin)
+        await own(self.client, self.name, "unhost", name=self.name)
         weights, settings = self._blobs
         started = self._routes.call(
             self.coordinator, "host", name=self.name, weights=weights, settings=settings
@@ -247,6 +249,8 @@ class RemotePipeline:
             await asyncio.wait_for(ended, _FAREWELL if self._lost else 2 * self._timeout)
         except OSError:
             await self._dismiss()
+        else:
+            await disown(self.client, self.name)
 
     def __enter__(self) -> RemotePipeline:
         return self

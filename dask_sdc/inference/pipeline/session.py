@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dask_sdc.exceptions import ReplayMismatch
+from dask_sdc.exceptions import InputError, ReplayMismatch
+from dask_sdc.inference.checkpoint import token_ids
 from dask_sdc.inference.host import Chunk, SessionSettings
 from dask_sdc.inference.journal import ChunkRecord, boundary_digest
 from dask_sdc.inference.model.transformer import ROWS
@@ -65,6 +66,21 @@ class Request:
         }
 
 
+class _CheckedDrafter:
+    """Refuses what a drafter gives that are no tokens: fed to a stage, they would look like its fault."""
+
+    def __init__(self, drafter: Drafter, vocabulary: int) -> None:
+        self._drafter, self._vocabulary = drafter, vocabulary
+
+    def draft(self, ids: Sequence[int]) -> tuple[int, ...] | DraftTree:
+        """Return what the drafter does."""
+        drafts = self._drafter.draft(ids)
+        tokens = token_ids(drafts.tokens if isinstance(drafts, DraftTree) else drafts, "drafter")
+        if tokens and max(tokens) >= self._vocabulary:
+            raise InputError(f"drafter: expected ids in 0..{self._vocabulary - 1}, got {tokens[:8]}")
+        return drafts if isinstance(drafts, DraftTree) else tokens
+
+
 class TokenSession(FedSession):
     """A generation on its way.
 
@@ -81,7 +97,8 @@ class TokenSession(FedSession):
     depth : int
         Chunks in flight at most.
     facts : mapping
-        ``model_digest``, ``tokenizer_digest`` and ``stage_boundaries`` for checkpoints.
+        ``tail`` and ``vocabulary``, and ``model_digest``, ``tokenizer_digest`` and ``stage_boundaries`` for
+        checkpoints.
     trees : bool
         Whether trees of drafts are fed; if not, their first branches.
     drafting : asyncio.Lock, optional
@@ -103,7 +120,8 @@ class TokenSession(FedSession):
         self.request = request
         self.committed: list[int] = list(request.committed)
         self.statistics = DraftStatistics()
-        self._chunk, self._drafter, self._facts, self._trees = chunk, drafter, facts, trees
+        self._chunk, self._facts, self._trees = chunk, facts, trees
+        self._drafter = None if drafter is None else _CheckedDrafter(drafter, facts["vocabulary"])
         # The prefill feeds the prompt and what was committed before, but for the driver token.
         self._given = [*request.prompt, *request.committed[:-1]]
         self._old = len(request.committed)

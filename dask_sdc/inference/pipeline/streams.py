@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -126,12 +127,21 @@ async def last_of(run: AsyncGenerator[News, None]) -> Generation:
 def synchronous(client: Client, source: AsyncGenerator[T, None]) -> Iterator[T]:
     """Yield what an asynchronous generator yields, in this thread."""
 
+    under_way: asyncio.Task[Any] | None = None
+
     async def following() -> T | None:
+        nonlocal under_way
+        under_way = asyncio.current_task()
         return await anext(source, None)
+
+    async def ended() -> None:
+        if under_way is not None and not under_way.done():
+            await asyncio.wait([under_way])  # interrupted from the keyboard, it ends in order
+        await source.aclose()
 
     try:
         while (one := client.sync(following)) is not None:
             yield one
     finally:
         if client.status == "running":
-            client.sync(source.aclose)
+            client.sync(ended)

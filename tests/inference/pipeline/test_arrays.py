@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +29,16 @@ from dask_sdc.exceptions import (
     InputTypeError,
     NoSpareError,
     ReplayMismatch,
+    StageError,
 )
 from dask_sdc.faults.stages import StageFault, arm_stage_fault
 from dask_sdc.inference import Checkpoint
 from dask_sdc.inference.emulator import LinearEmulator, fit_linear_emulator, rollout
+from dask_sdc.inference.journal import boundary_digest
 from dask_sdc.inference.pipeline import ArrayPipeline
 from dask_sdc.inference.session import LossKind
 from dask_sdc.inference.stage import Stage
+from tests.inference.pipeline.models import left_over
 from tests.inference.pipeline.test_losses import signalled
 
 Array = np.ndarray[Any, Any]
@@ -79,6 +85,28 @@ class FilterBank(Stage):
     @property
     def bytes_per_position(self) -> int:
         return self.growth
+
+
+class Unnamed(FilterBank):
+    """A stage whose digest is no text."""
+
+    digest = 5  # type: ignore[assignment]
+
+
+class Missing(FilterBank):
+    """A stage whose weights are not where they should be."""
+
+    def load(self) -> None:
+        raise FileNotFoundError(2, "No such file", "weights.bin")
+
+
+class Deadly(FilterBank):
+    """A stage whose worker ends at the second chunk, as one would that runs out of memory."""
+
+    def forward(self, chunk: Array, state: dict[str, Any], *, rows: int | None = None) -> Array:
+        if state["position"]:
+            os._exit(1)
+        return super().forward(chunk, state)
 
 
 SECTIONS = [butter(2, [low, low + 0.1], "band", output="sos") for low in (0.1, 0.3, 0.5)]
@@ -248,6 +276,98 @@ def test_what_the_source_raises_comes_through(pipeline: ArrayPipeline) -> None:
     assert pipeline.recoveries == []
 
 
+def test_a_source_that_ends_before_the_checkpoint_is_refused(pipeline: ArrayPipeline) -> None:
+    made = list(pipeline.run(CHUNKS[:4]))
+    digests = [[boundary_digest(array).hex() for array in arrays] for arrays in (CHUNKS, made)]
+    chunks = tuple((5, fed, out) for fed, out in zip(*digests, strict=False))
+    checkpoint = Checkpoint((), model_digest=pipeline.digest, chunks=chunks)
+    assert len(list(pipeline.run(CHUNKS[:6], resume=checkpoint))) == 2
+    for few in (3, 0):
+        with pytest.raises(CheckpointError, match=f"expected 4 at least, as the checkpoint has, got {few}"):
+            list(pipeline.run(CHUNKS[:few], resume=checkpoint))
+
+
+def test_an_interrupt_from_the_keyboard_comes_through_and_ends_the_session(pipeline: ArrayPipeline) -> None:
+    over = threading.Event()
+
+    def source() -> Iterator[Array]:
+        yield CHUNKS[0]
+        os.kill(os.getpid(), signal.SIGINT)
+        over.wait(60)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(pipeline.run(source()))
+    finally:
+        over.set()
+    assert not any(pipeline.client.run(sessions, pipeline.name).values())
+    np.testing.assert_array_equal(next(pipeline.run(CHUNKS)), filtered(SIGNAL)[:, :5])
+
+
+def sessions(name: str, dask_worker: Any) -> list[str]:
+    """Return the sessions that a worker has of a pipeline."""
+    seat = dask_worker.plugins["dask_sdc-stages"].seats.get(name)
+    return [] if seat is None else list(seat.host.sessions)
+
+
+def test_a_recovery_while_the_source_is_read(client: Client) -> None:
+    """What was in flight is fed again, though the source has nothing more to give."""
+    with ArrayPipeline(client, bank(), spares=0) as pipeline:
+
+        def source() -> Iterator[Array]:
+            yield from CHUNKS[:2]
+            loop: Any = client.loop
+            repaired = pipeline._running.repair("a test")
+            asyncio.run_coroutine_threadsafe(repaired, loop.asyncio_loop).result(60)
+
+        made = np.concatenate(list(pipeline.run(source())), axis=1)
+        np.testing.assert_array_equal(made, filtered(SIGNAL)[:, :10])
+        assert len(pipeline.recoveries) == 1
+
+
+def test_closing_ends_a_session_that_waits_for_memory(client: Client) -> None:
+    pipeline = ArrayPipeline(client, bank(growth=1), spares=0, state_bytes=200)
+    first = pipeline.run(CHUNKS, capacity=90)
+    next(first)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(next, pipeline.run(CHUNKS, capacity=90))
+        with pytest.raises(TimeoutError):
+            waiting.result(0.5)
+        pipeline.close()
+        with pytest.raises(ClosedError):
+            waiting.result(30)
+    with pytest.raises(ClosedError):
+        list(first)
+
+
+def test_auditors_that_were_no_spares_let_go_of_the_stages(client: Client) -> None:
+    with ArrayPipeline(client, bank()[:2], spares=0, audit_rate=1.0) as pipeline:
+        assert len(list(pipeline.run(CHUNKS[:3]))) == 3
+        held = client.run(left_over)
+        assert sum(pipeline.name in names for names in held.values()) > 2
+    assert not any(pipeline.name in names for names in client.run(left_over).values())
+
+
+def test_a_stage_that_cannot_be_loaded_is_named_with_its_worker(client: Client) -> None:
+    stages = [FilterBank(SECTIONS[0]), Missing(SECTIONS[1])]
+    with pytest.raises(
+        StageError, match=r"stage 1: expected worker tcp:.* to load it, got FileNotFoundError"
+    ):
+        ArrayPipeline(client, stages)
+
+
+@pytest.mark.slow
+def test_a_chunk_that_ends_every_worker_ends_its_session_first(
+    fresh_cluster: Callable[[int], Client],
+) -> None:
+    """Workers that a nanny starts again are new ones, so nothing else would bound it."""
+    with ArrayPipeline(fresh_cluster(6), [Deadly(SECTIONS[0])], spares=1, timeout=5.0) as pipeline:
+        with pytest.raises(GenerationInterrupted, match="stage 0 failed at position 5 on 4 workers"):
+            list(pipeline.run(CHUNKS[:2]))
+        assert len(pipeline.recoveries) == 4
+        np.testing.assert_array_equal(next(pipeline.run(CHUNKS[:1])), sosfilt(SECTIONS[0], CHUNKS[0], axis=1))
+
+
 @pytest.mark.parametrize(
     ("chunks", "error", "match"),
     [
@@ -256,6 +376,8 @@ def test_what_the_source_raises_comes_through(pipeline: ArrayPipeline) -> None:
         ([SIGNAL[0]], InputError, r"expected shape \(batch, positions"),
         ([SIGNAL[:, :0]], InputError, r"none of them 0, got \(2, 0\)"),
         ([["a", "b"]], InputTypeError, "array of numbers"),
+        ([SIGNAL.astype(np.longdouble)], InputTypeError, "no extended precision"),
+        ([np.ma.masked_less(SIGNAL, 0)], InputTypeError, "no mask, got MaskedArray"),
         ([CHUNKS[0], CHUNKS[0][:1]], InputError, "chunk 1: expected float64 of shape"),
         ([CHUNKS[0], CHUNKS[0].astype("f4")], InputError, "got float32"),
     ],
@@ -269,7 +391,12 @@ def test_bad_chunks_are_refused(
 
 
 def test_bad_settings_are_refused(client: Client, pipeline: ArrayPipeline) -> None:
-    for stages, error in (([], InputError), ([3], InputTypeError), (3, InputTypeError)):
+    for stages, error in (
+        ([], InputError),
+        ([3], InputTypeError),
+        (3, InputTypeError),
+        ([Unnamed(SECTIONS[0])], InputTypeError),
+    ):
         with pytest.raises(error, match="stage"):
             ArrayPipeline(client, stages)  # type: ignore[arg-type]
     for settings in ({"depth": 0}, {"spares": -1}, {"timeout": 0}, {"audit_rate": 2}, {"state_bytes": 0}):
@@ -285,6 +412,8 @@ def test_bad_settings_are_refused(client: Client, pipeline: ArrayPipeline) -> No
         with pytest.raises(ContextOverflow, match="expected at most 4 positions"):
             list(growing.run([SIGNAL[:, :1]], capacity=3))
         assert len(list(growing.run([SIGNAL[:, :1]], capacity=2))) == 1
+        with pytest.raises(ContextOverflow, match=r"chunk 1: expected 1 positions at most.*got 2"):
+            list(growing.run([SIGNAL[:, :1], SIGNAL[:, :2]], capacity=2))
     with pytest.raises(ClosedError):
         growing.run(CHUNKS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,34 @@ def test_speculation_changes_no_token(store: WeightStore, depth: int) -> None:
     in_cluster(body)
 
 
+class Nonsense:
+    def __init__(self, drafts: Any) -> None:
+        self.drafts = drafts
+
+    def draft(self, ids: Sequence[int]) -> Any:
+        return self.drafts
+
+
+@pytest.mark.parametrize(
+    ("drafts", "error", "match"),
+    [
+        ((5, 97), InputError, r"drafter: expected ids in 0\.\.96, got \(5, 97\)"),
+        ((-1,), InputError, "drafter: expected token ids >= 0, got -1"),
+        (None, InputTypeError, "drafter: expected a sequence of int, got None"),
+    ],
+)
+def test_a_drafter_of_nonsense_is_named_and_no_stage(
+    store: WeightStore, drafts: Any, error: type[Exception], match: str
+) -> None:
+    async def body(c: Client) -> None:
+        async with Pipeline(c, store, stages=2, spares=0, drafter=Nonsense(drafts), depth=2) as pipeline:
+            with pytest.raises(error, match=match):
+                await pipeline.generate(PROMPT, 8)
+            assert pipeline.recoveries == []
+
+    in_cluster(body)
+
+
 def test_several_sessions_at_once_and_prefill_in_chunks(store: WeightStore) -> None:
     prompts = [tuple((7 * i + k) % 97 for k in range(20 + 9 * i)) for i in range(4)]
 
@@ -152,14 +181,22 @@ def test_bad_input_is_refused_before_anything_is_sent(store: WeightStore) -> Non
             ({"boundaries": [6]}, "boundaries"),
             ({"boundaries": [2], "stages": 3}, "expected 2 stages by boundaries"),
             ({"spare_weights": "ram"}, "spare_weights: expected 'memory' or 'disk', got 'ram'"),
+            ({"name": "../x"}, "name: expected text that a folder can be called by, got '../x'"),
+            ({"name": 5}, "name: expected text that a folder can be called by, got 5"),
+            ({"boundaries": 3.5}, "boundaries: expected rising layers between 0 and 6, got 3.5"),
+            ({"journal_bytes": 2**64}, "journal_bytes: expected an int below"),
         ):
             with pytest.raises(InputError, match=message):
                 Pipeline(c, store, **options)
-        for drafter in (5, NGramDrafter):
-            with pytest.raises(
-                InputTypeError, match=r"drafter: expected an object with a method draft\(ids\)"
-            ):
-                Pipeline(c, store, drafter=drafter)
+        for options, message in (
+            ({"spill": 5}, "spill: expected a path, got int"),
+            ({"ledger": True}, "ledger: expected a path, got bool"),
+            ({"drafter": "ngram"}, "drafter: expected an object with draft, got 'ngram'"),
+            ({"drafter": NGramDrafter}, "drafter: expected an object with draft, got <class"),
+            ({"tokenizer": 1}, "tokenizer: expected an object with encode and decode, got 1"),
+        ):
+            with pytest.raises(InputTypeError, match=message):
+                Pipeline(c, store, **options)
         with pytest.raises(NoDomainError, match="expected 5 workers"):
             await Pipeline(c, store, stages=5)
         async with Pipeline(c, store, stages=2, spares=0) as pipeline:
