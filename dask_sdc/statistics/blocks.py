@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dask_sdc.exceptions import InputError, InputTypeError
-from dask_sdc.statistics.kernels import to_host
+from dask_sdc.statistics.kernels import is_numpy, namespace, to_host
 
 
 def checked_block(x: Any, shape: tuple[int, ...]) -> Any:
@@ -76,7 +76,12 @@ def weighted_rows(x: Any, weights: Any, *others: Any) -> tuple[Any, ...]:
     if w.all():
         return (x, w, *others)
     keep = w > 0
-    return (x[keep], w[keep], *(None if o is None else o[keep] for o in others))
+    return (_chosen(x, keep), w[keep], *(None if o is None else _chosen(o, keep) for o in others))
+
+
+def _chosen(x: Any, keep: np.ndarray[Any, Any]) -> Any:
+    """Return the rows of a block, host or device, that a mask on the host keeps."""
+    return x[keep if is_numpy(x) else namespace(x).asarray(keep)]
 
 
 def feature_count(shape: tuple[int, ...], what: str) -> int:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dask_sdc.statistics.kernels import inner, is_numpy, jit, namespace, to_host
+from dask_sdc.statistics.kernels.cuda import cupy_device, is_cupy
+from dask_sdc.statistics.kernels.cuda.kmeans import MOST_CLUSTERS, cuda_lloyd
 from dask_sdc.statistics.kernels.rows import LANES, Array, padded, pieces
 
 __all__ = ["LloydSums", "array_api_lloyd", "labels", "lloyd"]
@@ -149,6 +151,8 @@ def lloyd(x: Any, weights: Any, centres: Array) -> LloydSums:
     -------
     LloydSums
     """
+    if is_cupy(x) and len(centres) <= MOST_CLUSTERS:
+        return LloydSums(*cuda_lloyd(cupy_device(), x, weights, centres))
     if not is_numpy(x):
         return array_api_lloyd(namespace(x), x, weights, centres)
     k, d = centres.shape

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dask_sdc.statistics.kernels import is_numpy, namespace, to_host
+from dask_sdc.statistics.kernels.cuda import cupy_device, is_cupy
+from dask_sdc.statistics.kernels.cuda.mixture import cuda_density, cuda_expectation
 from dask_sdc.statistics.kernels.mixture_cpu import DIAGONAL, FULL, TIED, add_density, add_expectation
 from dask_sdc.statistics.kernels.rows import Array, padded, pieces
 
@@ -113,6 +115,8 @@ def expectation(components: Components, x: Any, weights: Any) -> Expectation:
     -------
     Expectation
     """
+    if is_cupy(x):
+        return Expectation(*cuda_expectation(cupy_device(), components, x, weights))
     if not is_numpy(x):
         return array_api_expectation(namespace(x), components, x, weights)
     arguments = _cpu_arguments(components)
@@ -134,6 +138,8 @@ def expectation(components: Components, x: Any, weights: Any) -> Expectation:
 
 def density(components: Components, x: Any, weights: Any) -> Density:
     """Add up the log densities of one block; parameters as for `expectation`."""
+    if is_cupy(x):
+        return Density(*cuda_density(cupy_device(), components, x, weights))
     if not is_numpy(x):
         return array_api_density(namespace(x), components, x, weights)
     totals = np.zeros(3)
