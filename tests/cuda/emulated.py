@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib
 import os
 import shutil
 import subprocess
@@ -68,26 +69,59 @@ class HostDevice:
         shared: int = 0,
     ) -> None:
         """Run a kernel on the host, see `dask_sdc.statistics.kernels.cuda.Device`."""
-        if self.most_blocks is not None and self._strides(path, kernel):
+        if self.most_blocks is not None and _strides(path, kernel):
             grid = (min(grid[0], self.most_blocks), *grid[1:])
         if shared > self.shared_limit:
             raise LaunchError(f"{kernel}: {shared} bytes of shared memory, at most {self.shared_limit}")
+        program(path).launch(kernel, grid, block, args, shared, self.schedule)
+        self.launched.append(kernel)
+
+
+@functools.cache
+def _strides(path: Path, kernel: str) -> bool:
+    """Whether a kernel goes through its work in strides of the grid, along x."""
+    name = kernel.partition("<")[0]
+    body = path.read_text("utf-8").partition(f"{name}(")[2].partition("__global__")[0]
+    return "+= gridDim.x" in body or "gridDim.x) * blockDim.x" in body
+
+
+class Program:
+    """A source that is compiled for the host.
+
+    Parameters
+    ----------
+    name : str
+        Of the file.
+    text : str
+        Its text, without includes.
+    kernels : tuple of str
+        Its kernels, with template arguments.
+    """
+
+    def __init__(self, name: str, text: str, kernels: tuple[str, ...]) -> None:
+        library = ctypes.CDLL(str(_built(name, _host_text(text, kernels))))
+        self._entries = {kernel: _Entry(library, number) for number, kernel in enumerate(kernels)}
+
+    def launch(
+        self,
+        kernel: str,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: tuple[Any, ...],
+        shared: int = 0,
+        schedule: int = 0,
+    ) -> None:
+        """Check the arguments of a launch, and run it."""
+        if kernel not in self._entries:
+            raise LaunchError(f"{kernel} is not among {sorted(self._entries)}")
+        entry = self._entries[kernel]
         shape = (ctypes.c_uint * 6)(*_three(grid), *_three(block))
-        entry = _entry(path, kernel)
         kept = [_argument(kernel, i, code, arg) for i, (code, arg) in enumerate(_paired(kernel, entry, args))]
         pointers = (ctypes.c_void_p * len(kept))(*(value.ctypes.data for value in kept))
         with _lock:
-            problem = entry.launch(shape, shared, self.schedule, pointers)
+            problem = entry.launch(shape, shared, schedule, pointers)
         if problem is not None:
             raise LaunchError(f"{kernel}: {problem.decode()}")
-        self.launched.append(kernel)
-
-    @staticmethod
-    def _strides(path: Path, kernel: str) -> bool:
-        """Whether a kernel goes through its work in strides of the grid, along x."""
-        text, name = path.read_text("utf-8"), kernel.partition("<")[0]
-        body = text.partition(f"{name}(")[2].partition("__global__")[0]
-        return "+= gridDim.x" in body or "gridDim.x) * blockDim.x" in body
 
 
 class _Entry:
@@ -150,17 +184,21 @@ def _type(arg: Any) -> str:
 
 def variants(path: Path) -> tuple[str, ...]:
     """Return the kernels of a source, with the template arguments that are launched."""
-    import importlib
-
     package = "dask_sdc." + ".".join(path.parts[path.parts.index("dask_sdc") + 1 : -1])
     found: tuple[str, ...] = importlib.import_module(f"{package}.{path.stem}").VARIANTS
     return found
 
 
-def host_text(path: Path) -> str:
-    """Return a source with the emulation before it and launchers of all its kernels behind it."""
-    parts = [f'#include "{HEADER}"', source(path)]
-    for number, kernel in enumerate(variants(path)):
+@functools.cache
+def program(path: Path) -> Program:
+    """Return a source of the package, compiled."""
+    return Program(path.name, source(path), variants(path))
+
+
+def _host_text(text: str, kernels: tuple[str, ...]) -> str:
+    """Put the emulation before a source and launchers of its kernels behind it."""
+    parts = [f'#include "{HEADER}"', text]
+    for number, kernel in enumerate(kernels):
         parts.append(
             f'extern "C" const char* launch_{number}(const unsigned* shape, std::size_t shared, unsigned schedule, '
             f"void** args) {{ return host_cuda::launch({kernel}, shape, shared, schedule, args); }}\n"
@@ -170,30 +208,20 @@ def host_text(path: Path) -> str:
     return "\n".join(parts) + "\n"
 
 
-@functools.cache
-def _library(path: Path) -> ctypes.CDLL:
+def _built(name: str, text: str) -> Path:
+    """Return a shared library, compiled unless it is there already."""
     if COMPILER is None:
         raise LaunchError("no C++ compiler on this machine")
-    text = host_text(path)
     key = hashlib.sha256((text + HEADER.read_text("utf-8") + COMPILER + repr(FLAGS)).encode()).hexdigest()[:16]
+    target = _BUILT / f"{name}-{key}.so"
+    if target.exists():
+        return target
     _BUILT.mkdir(parents=True, exist_ok=True)
-    target = _BUILT / f"{path.stem}-{key}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=_BUILT) as scratch:
-            unit, built = Path(scratch) / f"{path.stem}.cpp", Path(scratch) / target.name
-            unit.write_text(text, "utf-8")
-            done = subprocess.run(
-                [COMPILER, *FLAGS, str(unit), "-o", str(built)], capture_output=True, text=True
-            )
-            if done.returncode:
-                raise LaunchError(f"{path.name} does not compile for the host:\n{done.stderr}")
-            built.replace(target)
-    return ctypes.CDLL(str(target))
-
-
-@functools.cache
-def _entry(path: Path, kernel: str) -> _Entry:
-    names = variants(path)
-    if kernel not in names:
-        raise LaunchError(f"{kernel} is not among the VARIANTS of {path.name}")
-    return _Entry(_library(path), names.index(kernel))
+    with tempfile.TemporaryDirectory(dir=_BUILT) as scratch:
+        unit, library = Path(scratch) / f"{name}.cpp", Path(scratch) / target.name
+        unit.write_text(text, "utf-8")
+        done = subprocess.run([COMPILER, *FLAGS, str(unit), "-o", str(library)], capture_output=True, text=True)
+        if done.returncode:
+            raise LaunchError(f"{name} does not compile for the host:\n{done.stderr}")
+        library.replace(target)
+    return target

@@ -27,6 +27,7 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define SDC_UNROLL
 #define SDC_SHARED(type, name) type* const name = reinterpret_cast<type*>(host_cuda::shared_bytes())

@@ -6,6 +6,8 @@
 #define SDC_DEVICE static __device__ __forceinline__
 #define SDC_DEVICE_MEMBER __device__ __forceinline__
 
+#define SDC_NOINLINE static __device__ __noinline__
+
 // The dynamic shared memory of a launch. All shared memory is dynamic: the emulation fills it with NaN between blocks.
 #ifndef SDC_SHARED
 #define SDC_SHARED(type, name)                                       \

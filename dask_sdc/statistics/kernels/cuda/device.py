@@ -10,10 +10,13 @@ from typing import Any, Protocol
 import array_api_compat
 import numpy as np
 
-__all__ = ["FOLDER", "Device", "cupy_device", "is_cupy", "pointer", "source"]
+__all__ = ["FOLDER", "OPTIONS", "Device", "cupy_device", "is_cupy", "pointer", "source"]
 
 #: Where the header that all kernels share lies.
 FOLDER = Path(__file__).parent
+
+#: Options of the compiler. Products may be fused into sums, but for those that the sources take by intrinsics.
+OPTIONS = ("--std=c++17",)
 
 #: Dynamic shared memory in bytes that a kernel gets without asking for more.
 _SHARED = 48 << 10
@@ -120,9 +123,7 @@ class _Cupy:
 @cache
 def _module(path: Path, kernel: str) -> Any:
     """Compile one kernel; CuPy keeps it on disk, and loads it once per device."""
-    return cupy_device().xp.RawModule(
-        code=source(path), options=("--std=c++17",), name_expressions=(kernel,)
-    )
+    return cupy_device().xp.RawModule(code=source(path), options=OPTIONS, name_expressions=(kernel,))
 
 
 @cache

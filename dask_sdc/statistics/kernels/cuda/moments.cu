@@ -77,50 +77,29 @@ struct Lane {
     }
 };
 
-// Fold lanes to columns: sample s of the upper half joins sample s - half until one is left.
-template <int V, typename Merge>
-SDC_DEVICE void fold_lanes(const double (&value)[V], int lane, int width, int per_step, int columns, double* shared,
-                           Merge merge) {
-    __syncthreads();  // the field before may still be read
-    for (int v = 0; v < V; ++v) {
-        if (lane + v < width) {
-            shared[lane + v] = value[v];
-        }
-    }
-    __syncthreads();
+// What two lanes of a column become.
+enum Merge { PLUS, PLUS_PAIR, SMALLER, LARGER };
+
+// Fold lanes to columns: sample s of the upper half joins sample s - half until one is left. `low` belongs to pairs.
+// A function of its own: it runs once per part and field, and would be most of the code of every kernel.
+SDC_NOINLINE void fold_lanes(double* at, double* low, int per_step, int columns, Merge merge) {
     for (int have = per_step; have > 1;) {
         const int half = (have + 1) / 2;
         for (int i = static_cast<int>(threadIdx.x); i < (have - half) * columns; i += static_cast<int>(blockDim.x)) {
-            merge(i, i + half * columns);
+            const int j = i + half * columns;
+            if (merge == PLUS) {
+                at[i] += at[j];
+            } else if (merge == PLUS_PAIR) {
+                add_exact(at[i], low[i], at[j]);
+                low[i] += low[j];
+            } else {
+                at[i] = (merge == SMALLER ? at[j] < at[i] : at[j] > at[i]) ? at[j] : at[i];
+            }
         }
         __syncthreads();
         have = half;
     }
 }
-
-struct Plus {
-    double* at;
-    SDC_DEVICE_MEMBER void operator()(int i, int j) const { at[i] += at[j]; }
-};
-
-struct PlusPair {
-    double* at;
-    double* low;
-    SDC_DEVICE_MEMBER void operator()(int i, int j) const {
-        add_exact(at[i], low[i], at[j]);
-        low[i] += low[j];
-    }
-};
-
-struct Least {
-    double* at;
-    SDC_DEVICE_MEMBER void operator()(int i, int j) const { at[i] = at[j] < at[i] ? at[j] : at[i]; }
-};
-
-struct Greatest {
-    double* at;
-    SDC_DEVICE_MEMBER void operator()(int i, int j) const { at[i] = at[j] > at[i] ? at[j] : at[i]; }
-};
 
 // Sums of each part: partial is (parts, PARTIAL, p). Grid (any, strips); shared memory 2 * width float64.
 //
@@ -191,50 +170,40 @@ __global__ void __launch_bounds__(256, 2)
             }
         }
         double* const out = partial + part * PARTIAL * p + strip;
-        const int mine = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x);
-        double value[V];
-        // Low parts go first: their place in shared memory is behind that of the sums, which the tree needs beside it.
-        __syncthreads();
-        for (int v = 0; v < V; ++v) {
-            if (lane + v < used) {
-                shared[width + lane + v] = lanes[v].low;
-            }
-            value[v] = lanes[v].sum;
-        }
-        fold_lanes<V>(value, lane, used, per_step, columns, shared, PlusPair{shared, shared + width});
-        for (int j = mine; j < columns; j += step) {
-            out[SUM * p + j] = shared[j];
-            out[LOW * p + j] = shared[width + j];
-        }
+        double* const low = shared + width;
         SDC_UNROLL
-        for (int f = P2; f < PARTIAL; ++f) {
-            if (!HIGH && (f == P3 || f == P4)) {
+        for (int f = SUM; f < PARTIAL; ++f) {
+            if (f == LOW || (!HIGH && (f == P3 || f == P4)) || (!GENERAL && (f == COUNT || f == MASS))) {
                 continue;
             }
-            if (!GENERAL && (f == COUNT || f == MASS)) {
-                continue;
-            }
+            __syncthreads();  // the field before may still be read
             SDC_UNROLL
             for (int v = 0; v < V; ++v) {
-                value[v] = f == P2         ? lanes[v].p2
-                           : f == P3       ? lanes[v].p3
-                           : f == P4       ? lanes[v].p4
-                           : f == LEAST    ? static_cast<double>(lanes[v].least)
-                           : f == GREATEST ? static_cast<double>(lanes[v].greatest)
-                           : f == COUNT    ? lanes[v].count
-                                           : lanes[v].mass;
+                if (lane + v < used) {
+                    shared[lane + v] = f == SUM        ? lanes[v].sum
+                                       : f == P2       ? lanes[v].p2
+                                       : f == P3       ? lanes[v].p3
+                                       : f == P4       ? lanes[v].p4
+                                       : f == LEAST    ? static_cast<double>(lanes[v].least)
+                                       : f == GREATEST ? static_cast<double>(lanes[v].greatest)
+                                       : f == COUNT    ? lanes[v].count
+                                                       : lanes[v].mass;
+                    if (f == SUM) {
+                        low[lane + v] = lanes[v].low;
+                    }
+                }
             }
-            if (f == LEAST) {
-                fold_lanes<V>(value, lane, used, per_step, columns, shared, Least{shared});
-            } else if (f == GREATEST) {
-                fold_lanes<V>(value, lane, used, per_step, columns, shared, Greatest{shared});
-            } else {
-                fold_lanes<V>(value, lane, used, per_step, columns, shared, Plus{shared});
-            }
-            for (int j = mine; j < columns; j += step) {
+            __syncthreads();
+            const Merge merge = f == SUM ? PLUS_PAIR : f == LEAST ? SMALLER : f == GREATEST ? LARGER : PLUS;
+            fold_lanes(shared, low, per_step, columns, merge);
+            for (int j = static_cast<int>(threadIdx.x); j < columns; j += static_cast<int>(blockDim.x)) {
                 out[f * p + j] = shared[j];
+                if (f == SUM) {
+                    out[LOW * p + j] = low[j];
+                }
             }
         }
+        __syncthreads();
     }
 }
 
