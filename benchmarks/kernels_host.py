@@ -36,7 +36,7 @@ from dask_sdc.statistics.kernels.cuda import source  # noqa: E402
 from dask_sdc.statistics.kernels.cuda.histogram import cuda_count  # noqa: E402
 from dask_sdc.statistics.kernels.cuda.kmeans import assign, cuda_lloyd  # noqa: E402
 from dask_sdc.statistics.kernels.cuda.mixture import cuda_expectation  # noqa: E402
-from tests.cuda.emulated import COMPILER, HostDevice, variants  # noqa: E402
+from tests.cuda.emulated import COMPILER, HostDevice, program, variants  # noqa: E402
 
 ARCHITECTURES = (70, 80, 90)
 #: What stands in for an architecture that no compiler knows.
@@ -219,6 +219,8 @@ def run_all(bench: Bench) -> None:
     if COMPILER is None:
         bench.figure("emulated", "skipped(no_C++_compiler)")
         return
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(program, sources()))
     n, orders = 2000 if bench.quick else 50_000, Orders()
     bench.figure("moments_roundings", moments_error(orders, n), at_most=64)
     bench.figure("wrong_counts", wrong_counts(orders, n), equal=0)

@@ -1,4 +1,4 @@
-"""The forward pass over an array namespace: BLAS for long chunks on the host, CuPy on a GPU."""
+"""The forward pass over an array namespace: BLAS for long chunks on the host."""
 
 from __future__ import annotations
 
