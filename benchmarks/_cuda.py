@@ -1,4 +1,4 @@
-"""CUDA compilers of this machine: nvcc of a toolkit, and NVRTC of a toolkit or of a package from the registry."""
+"""CUDA compilers of this machine: nvcc of a toolkit, and NVRTC of a package from the registry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dask_sdc.statistics.kernels.cuda.device import OPTIONS
-
 
 #: That a compiler is the last one to know an architecture says nothing of the kernels.
 _OLD_DEVICE = re.compile(r"^nvrtc: warning: Architectures prior to .* deprecated .*$", re.MULTILINE)
@@ -83,9 +82,7 @@ class Nvrtc:
     def compile(self, name: str, text: str, kernels: tuple[str, ...], architecture: int) -> int:
         """Compile to machine code, warnings as errors; return its size in bytes."""
         program = ctypes.c_void_p()
-        self._call(
-            "nvrtcCreateProgram", ctypes.byref(program), text.encode(), name.encode(), 0, None, None
-        )
+        self._call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
         try:
             for kernel in kernels:
                 self._call("nvrtcAddNameExpression", program, kernel.encode())

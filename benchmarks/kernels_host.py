@@ -1,12 +1,14 @@
 """CUDA kernels proved without a card: they compile for three generations, and run on the host.
 
-Every ``.cu`` is compiled for sm_70, sm_80 and sm_90, all kernels that are launched and no warning, by NVRTC (the package
-nvidia-cuda-nvrtc-cu12, in the extra ``dev``) or nvcc; without --quick by all of them that are found. CUDA 13 no longer
-knows sm_70: where nothing older is there, that is said, and sm_75 stands in for it.
+Every ``.cu`` is compiled for sm_70, sm_80 and sm_90, all kernels that are launched and no warning, by
+NVRTC (the package nvidia-cuda-nvrtc-cu12, in the extra ``dev``) or nvcc; without --quick by all that
+are found. CUDA 13 no longer knows sm_70: where nothing older is there, that is said, and sm_75 stands
+in for it.
 
-Then the same sources, compiled for the host with tests/cuda/host_cuda.h, are held against long double and plain
-NumPy, in three orders of threads and blocks. Errors are in roundings of float64 (float32 for models) of the sum of
-magnitudes. What the machine has no compiler for is skipped, and the closing line says so.
+The same sources, compiled for the host with tests/cuda/host_cuda.h, are held against long double and
+plain NumPy, in three orders of threads and blocks. Errors are in roundings of float64 (float32 for
+models) of the sum of magnitudes. What the machine has no compiler for is skipped, and the closing line
+says so.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ def compile_all(bench: Bench) -> None:
 
 
 class Orders:
-    """Runs of one computation in several orders of threads and blocks, whose results have to be the same bits."""
+    """Runs of one computation in several orders of threads and blocks, which must give the same bits."""
 
     def __init__(self) -> None:
         self.differences = 0
@@ -175,19 +177,26 @@ def mixture_error(orders: Orders, n: int) -> float:
     rng, worst = np.random.default_rng(4), 0.0
     x = rng.normal(0, 2, (n, 3)).astype("f4")
     full = np.eye(3) + 0.2
-    for kind, given in (("full", [full] * 5), ("tied", full), ("diag", np.ones((5, 3))), ("spherical", np.ones(5))):
+    for kind, given in (
+        ("full", [full] * 5),
+        ("tied", full),
+        ("diag", np.ones((5, 3))),
+        ("spherical", np.ones(5)),
+    ):
         model = mixture_model(
             np.full(5, 0.2), rng.normal(0, 2, (5, 3)), covariances=given, covariance_type=kind
         )
         components = components_of(model, kind)
         got = orders(lambda device, c=components: cuda_expectation(device, c, x, None))
-        for mine, other in zip(got, mixture.array_api_expectation(numpy_api, components, x, None), strict=True):
+        for mine, other in zip(
+            got, mixture.array_api_expectation(numpy_api, components, x, None), strict=True
+        ):
             worst = max(worst, float(np.max(abs(mine - other)) / np.max(np.abs(other))) / U)
     return worst
 
 
 def model_errors(orders: Orders, steps: int) -> tuple[float, float]:
-    """Errors of norms, and of decode and prefill attention with a window and sinks, of outputs of order one."""
+    """Errors of norms, and of decode and prefill attention with a window and sinks."""
     rng = np.random.default_rng(5)
     x, gain = rng.normal(size=(3, 577)).astype("f4"), np.ones(577, np.float32)
     norm = orders(lambda device: (normalise(device, x, gain, np.empty(0, "f4"), 1e-5),))[0]

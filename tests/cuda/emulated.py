@@ -1,8 +1,8 @@
 """A device that runs the CUDA sources of the package on the host, for code that launches kernels.
 
-The sources are compiled as C++ with ``host_cuda.h``, warnings as errors. Arrays are NumPy's. Every launch checks the
-number and types of its arguments against the kernel's parameters, and that arrays are contiguous: a wrong one would be
-silent damage on a GPU.
+The sources are compiled as C++ with ``host_cuda.h``, warnings as errors. Arrays are NumPy's. Every
+launch checks the number and types of its arguments against the kernel's parameters, and that arrays are
+contiguous: a wrong one would be silent damage on a GPU.
 """
 
 from __future__ import annotations
@@ -34,6 +34,17 @@ FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"
 #: What was compiled is kept between runs.
 _BUILT = HEADER.parent.parent.parent / ".pytest_cache" / "host_cuda"
 
+LAUNCHER = """
+extern "C" const char* launch_NUMBER(
+    const unsigned* shape, std::size_t shared, unsigned schedule, void** args) {
+    return host_cuda::launch(KERNEL, shape, shared, schedule, args);
+}
+extern "C" const char* signature_NUMBER() {
+    static const std::string text = host_cuda::signature(KERNEL);
+    return text.c_str();
+}
+"""
+
 _lock = threading.Lock()
 
 
@@ -49,7 +60,7 @@ class HostDevice:
     schedule : int
         Order in which threads and blocks run: 0 rising, 1 falling, others seed a random one.
     most_blocks : int or None
-        Launches of more blocks along x are cut to this many, for kernels whose results do not depend on the grid.
+        Launches of more blocks along x are cut to this many where a kernel goes on in strides of the grid.
     """
 
     xp = np
@@ -197,22 +208,19 @@ def program(path: Path) -> Program:
 
 def _host_text(text: str, kernels: tuple[str, ...]) -> str:
     """Put the emulation before a source and launchers of its kernels behind it."""
-    parts = [f'#include "{HEADER}"', text]
+    launchers = []
     for number, kernel in enumerate(kernels):
-        parts.append(
-            f'extern "C" const char* launch_{number}(const unsigned* shape, std::size_t shared, unsigned schedule, '
-            f"void** args) {{ return host_cuda::launch({kernel}, shape, shared, schedule, args); }}\n"
-            f'extern "C" const char* signature_{number}() {{ static const std::string text = '
-            f"host_cuda::signature({kernel}); return text.c_str(); }}"
-        )
-    return "\n".join(parts) + "\n"
+        launchers.append(LAUNCHER.replace("NUMBER", str(number)).replace("KERNEL", kernel))
+    return "\n".join([f'#include "{HEADER}"', text, *launchers])
 
 
 def _built(name: str, text: str) -> Path:
     """Return a shared library, compiled unless it is there already."""
     if COMPILER is None:
         raise LaunchError("no C++ compiler on this machine")
-    key = hashlib.sha256((text + HEADER.read_text("utf-8") + COMPILER + repr(FLAGS)).encode()).hexdigest()[:16]
+    key = hashlib.sha256((text + HEADER.read_text("utf-8") + COMPILER + repr(FLAGS)).encode()).hexdigest()[
+        :16
+    ]
     target = _BUILT / f"{name}-{key}.so"
     if target.exists():
         return target
@@ -220,7 +228,9 @@ def _built(name: str, text: str) -> Path:
     with tempfile.TemporaryDirectory(dir=_BUILT) as scratch:
         unit, library = Path(scratch) / f"{name}.cpp", Path(scratch) / target.name
         unit.write_text(text, "utf-8")
-        done = subprocess.run([COMPILER, *FLAGS, str(unit), "-o", str(library)], capture_output=True, text=True)
+        done = subprocess.run(
+            [COMPILER, *FLAGS, str(unit), "-o", str(library)], capture_output=True, text=True
+        )
         if done.returncode:
             raise LaunchError(f"{name} does not compile for the host:\n{done.stderr}")
         library.replace(target)

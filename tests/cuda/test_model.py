@@ -193,7 +193,9 @@ def test_attention_of_any_shape(steps: int, length: int, window: int | None, sin
     np.testing.assert_allclose(
         attend_rows(HostDevice(), q, layer, steps, length, sinks, None), expected, atol=2e-6
     )
-    np.testing.assert_allclose(attend_chunk(HostDevice(), q, layer, steps, length, sinks), expected, atol=2e-6)
+    np.testing.assert_allclose(
+        attend_chunk(HostDevice(), q, layer, steps, length, sinks), expected, atol=2e-6
+    )
 
 
 def test_large_scores_overflow_nothing() -> None:

@@ -70,7 +70,8 @@ def exact_moments(x: Array, weights: Array | None, skipna: bool) -> tuple[dict[s
 
 
 SHAPES = [
-    (1, 1), (2, 1), (5000, 1), (4097, 3), (700, 7), (300, 16), (64, 129), (33, 257), (40, 1024), (35, 1027), (3, 2048),
+    (1, 1), (2, 1), (5000, 1), (4097, 3), (700, 7), (300, 16), (64, 129), (33, 257), (40, 1024), (35, 1027),
+    (3, 2048),
 ]  # fmt: skip
 
 
@@ -313,7 +314,9 @@ def test_scatter_is_that_of_long_double(shape: tuple[int, int], dtype: str, weig
     # Sums of integers near 2**60 need more digits than a long double has.
     offset = 1 << 60 if dtype == "i8" else 0
     for j, total in enumerate(mass @ wide):
-        mine = Fraction(float(got["sum"][j])) + Fraction(float(got["low"][j])) - Fraction(got["weight"]) * offset
+        mine = (
+            Fraction(float(got["sum"][j])) + Fraction(float(got["low"][j])) - Fraction(got["weight"]) * offset
+        )
         assert abs(float(mine) - float(total)) <= 1e-13 * float(mass.sum()) * 300
     if shape[1] >= covariance.CHECKED_FROM:
         vector = covariance.check_vector(shape[1])
@@ -330,7 +333,9 @@ def test_scatter_does_not_depend_on_schedule_or_grid_and_pieces_are_compensated(
     monkeypatch.setattr(scatter, "_PIECE", 64)
     x = np.random.default_rng(10).normal(1e6, 1, (400, 4))
     got = of_all_schedules(lambda device: covariance.scatter_of(covariance.DeviceCentred(device, x, None)))
-    np.testing.assert_allclose(got["scatter"], covariance.block_scatter(x, None)["scatter"], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(
+        got["scatter"], covariance.block_scatter(x, None)["scatter"], rtol=0, atol=1e-10
+    )
 
 
 # -- k-means -------------------------------------------------------------------------------------

@@ -57,6 +57,9 @@ def test_a_statistic_of_a_strict_array_is_that_of_numpy(name: str, dtype: str, w
     got = state_of(statistic, xp.asarray(x), **columns)
     assert list(got) == list(expected)
     for field, value in expected.items():
+        if value is None or isinstance(value, tuple):
+            assert got[field] == value
+            continue
         size = max(float(np.max(np.abs(value), initial=0.0)), 1.0) if isinstance(value, np.ndarray) else 1.0
         scale = 1e-9 if field in ("low", "check") else 1e-12
         np.testing.assert_allclose(got[field], value, rtol=1e-11, atol=scale * size, err_msg=field)
@@ -82,17 +85,32 @@ def test_the_start_of_a_mixture_takes_strict_arrays() -> None:
     assert np.array_equal(got["rows"], state_of(start, x)["rows"])
 
 
+IMPORTS = """
+import sys
+
+class NoCupy:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "cupy":
+            frame = sys._getframe(1)
+            while "importlib" in frame.f_code.co_filename:
+                frame = frame.f_back
+            print(frame.f_globals["__name__"])
+            raise ModuleNotFoundError(name=name)
+
+sys.meta_path.insert(0, NoCupy())
+import numpy as np
+import dask_sdc.inference.pipeline
+import dask_sdc.statistics.kernels.cuda.mixture
+import dask_sdc.inference.model.kernels.cuda
+from dask_sdc import Covariance, ShardInfo
+statistic = Covariance()
+statistic.update(statistic.init(ShardInfo((1,), np.dtype("f8"))), np.ones((3, 1)))
+"""
+
+
 def test_importing_the_package_imports_no_cupy() -> None:
-    """Not even where it is installed: a stand-in on the path would be imported too."""
-    code = (
-        "import sys, types\n"
-        "class Finder:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        assert name.partition('.')[0] not in ('cupy', 'cupy_backends', 'cupyx'), name\n"
-        "sys.meta_path.insert(0, Finder())\n"
-        "import numpy as np, dask_sdc, dask_sdc.inference.pipeline, dask_sdc.statistics.kernels.mixture\n"
-        "from dask_sdc import Moments, ShardInfo\n"
-        "s = Moments(); s.update(s.init(ShardInfo((1,), np.dtype('f8'))), np.ones((3, 1)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    """Dask and Zarr ask for it, and take it where it is installed; the package does not."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    asked = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "dask" in asked and "dask_sdc" not in asked

@@ -371,7 +371,9 @@ class Transformer:
             )
 
     def _embedded(self, ids: Array, start: int, depths: Any) -> Array:
-        h = widen(self._embed[self._xp.asarray(ids).reshape(-1)], self._xp)[:, : self.config.hidden_size]  # (R, D)
+        h = widen(self._embed[self._xp.asarray(ids).reshape(-1)], self._xp)[
+            :, : self.config.hidden_size
+        ]  # (R, D)
         if self.config.architecture == "gpt2":
             table = self._position[start : start + ids.shape[1]][depths]  # (T, D)
             h = (h.reshape(*ids.shape, -1) + table).reshape(h.shape)

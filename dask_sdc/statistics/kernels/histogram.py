@@ -286,14 +286,14 @@ def _packed(axes: tuple[Axis, ...]) -> tuple[Array, ...]:
 def _array_api_count(
     x: Any, axes: tuple[Axis, ...], weights: Array | None, share: int, shape: tuple[int, ...]
 ) -> tuple[Array, Array | None]:
-    """Do as the Numba kernel by the array API standard, which has no ``bincount``: slots are counted on the host."""
+    """Do as the Numba kernel by the array API standard; it has no ``bincount``, so the host counts."""
     xp = namespace(x)
     x = xp.astype(x, xp.float64)
     slot = xp.zeros(x.shape[0], dtype=xp.int64)
     for d, axis in enumerate(axes):
         v = x[:, d]
         place = xp.astype(xp.searchsorted(xp.asarray(axis.edges), v, side="right"), xp.int64)
-        place = place - xp.astype(v == axis.edges[-1], xp.int64)
+        place = place - xp.astype(v == float(axis.edges[-1]), xp.int64)
         slot = slot * axis.slots + xp.where(xp.isnan(v), xp.asarray(axis.slots - 1, dtype=xp.int64), place)
     slots, found = int(np.prod(shape)), to_host(slot)
     counts = np.bincount(found, minlength=slots).reshape(shape)

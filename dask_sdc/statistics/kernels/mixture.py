@@ -208,11 +208,12 @@ def array_api_density(xp: Any, components: Components, x: Any, weights: Any) -> 
 
 def _array_api_pieces(xp: Any, x: Any, weights: Any) -> Iterator[tuple[Any, Any]]:
     for start in range(0, x.shape[0], _ROWS):
-        rows = xp.astype(x[start : start + _ROWS, :], xp.float64)
+        end = min(start + _ROWS, x.shape[0])
+        rows = xp.astype(x[start:end, :], xp.float64)
         if weights is None:
             yield rows, xp.ones_like(rows[:, 0])
         else:
-            yield rows, xp.astype(weights[start : start + _ROWS], xp.float64)
+            yield rows, xp.asarray(weights[start:end], dtype=xp.float64)
 
 
 def _array_api_joint(xp: Any, components: Components, x: Any) -> tuple[list[Any], Any, Any]:

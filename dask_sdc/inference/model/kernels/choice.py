@@ -13,7 +13,9 @@ from dask_sdc.statistics.kernels.cuda import cupy_device
 __all__ = ["array_kernels"]
 
 
-def array_kernels(blocks: Sequence[Block], geometry: Geometry, xp: Any, *, by_row: bool = False) -> ArrayKernels:
+def array_kernels(
+    blocks: Sequence[Block], geometry: Geometry, xp: Any, *, by_row: bool = False
+) -> ArrayKernels:
     """Return the CUDA kernels for CuPy, and plain code for any other namespace.
 
     Parameters

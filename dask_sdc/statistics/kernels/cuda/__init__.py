@@ -1,7 +1,7 @@
 """Kernels for CuPy blocks: CUDA C++ beside the code that launches it.
 
-What a kernel needs of a device is a namespace of arrays and a launch, see `Device`. Tests bring one that runs the same
-sources on the host. Nothing here imports CuPy before the first CuPy block comes.
+What a kernel needs of a device is a namespace of arrays and a launch, see `Device`. Tests bring one
+that runs the same sources on the host. Nothing here imports CuPy before the first CuPy block comes.
 """
 
 from __future__ import annotations

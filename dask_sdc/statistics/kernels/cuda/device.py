@@ -15,7 +15,7 @@ __all__ = ["FOLDER", "OPTIONS", "Device", "cupy_device", "is_cupy", "pointer", "
 #: Where the header that all kernels share lies.
 FOLDER = Path(__file__).parent
 
-#: Options of the compiler. Products may be fused into sums, but for those that the sources take by intrinsics.
+#: Options of the compiler. It may fuse products into sums, but for those that the sources take by intrinsics.
 OPTIONS = ("--std=c++17",)
 
 #: Dynamic shared memory in bytes that a kernel gets without asking for more.
@@ -55,8 +55,8 @@ class Device(Protocol):
         grid, block : tuple of int
             Blocks and threads per block, at most three dimensions each.
         args : tuple
-            C-contiguous arrays of the device, None for a null pointer, and NumPy scalars of the exact types of
-            the kernel's parameters.
+            C-contiguous arrays of the device, None for a null pointer, and NumPy scalars of the exact types
+            of the kernel's parameters.
         shared : int
             Dynamic shared memory in bytes.
         """
@@ -65,8 +65,8 @@ class Device(Protocol):
 def source(path: Path) -> str:
     """Return the text of a kernel with the headers of the package in it.
 
-    So the text is all that a compiler, and a cache of what it compiled, need to know. Messages keep the lines of the
-    file.
+    So the text is all that a compiler, and a cache of what it compiled, need to know. Messages keep the
+    lines of the file.
     """
 
     def header(match: re.Match[str]) -> str:

@@ -61,7 +61,7 @@ class Table(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of both arrays."""
-        return self.edges.nbytes + self.table.nbytes
+        return int(self.edges.nbytes + self.table.nbytes)
 
 
 @lru_cache(maxsize=64)
@@ -72,7 +72,7 @@ def _tables(edges: bytes, char: str) -> Table:
 
 
 def _compared(edges: Array, dtype: np.dtype) -> Array:
-    """Return for each edge the least value of a type that is not below it; for the last one, that is above it.
+    """Return for each edge the least value of a type that is not below it, for the last one that is above.
 
     A value of the type is not below an edge if and only if it is not below that.
     """
@@ -169,7 +169,12 @@ def _scales(weights: Array | None, n: int) -> tuple[float, float]:
 def _line(device: Device, x: Array, axis: Table, copies: int, counts: Array) -> None:
     xp, kind = device.xp, element(x)
     vector = 16 // x.dtype.itemsize if pointer(x) % 16 == 0 else 1
-    tables = xp.asarray(axis.edges), np.int32(len(axis.edges)), xp.asarray(axis.table), np.int32(len(axis.table))
+    tables = (
+        xp.asarray(axis.edges),
+        np.int32(len(axis.edges)),
+        xp.asarray(axis.table),
+        np.int32(len(axis.table)),
+    )
     plan = xp.asarray(np.array(axis.plan(0, 0, 1), dtype=np.int64))
     device.launch(
         SOURCE,
@@ -195,7 +200,9 @@ def _joint(
     sums: Array,
 ) -> None:
     xp = device.xp
-    starts = [np.cumsum([0, *(len(part) for part in parts)]) for parts in zip(*(a[:2] for a in axes), strict=True)]
+    starts = [
+        np.cumsum([0, *(len(part) for part in parts)]) for parts in zip(*(a[:2] for a in axes), strict=True)
+    ]
     strides = [int(np.prod(shape[d + 1 :], dtype=np.int64)) for d in range(len(shape))]
     plan = [axis.plan(int(starts[0][d]), int(starts[1][d]), strides[d]) for d, axis in enumerate(axes)]
     device.launch(

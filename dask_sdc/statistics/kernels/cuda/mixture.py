@@ -91,7 +91,7 @@ class _Model:
         )
 
     def normalise(self, n: int, weights: Array | None) -> Array:
-        """Turn ``joint`` into responsibilities, fill ``size``; return totals of the parts, shape (parts, 3)."""
+        """Turn ``joint`` into responsibilities, fill ``size``; return totals of the parts (parts, 3)."""
         rows, parts = rows_of_parts(n, 2048, THREADS)
         partial = self.device.xp.empty((parts, 3))
         self.device.launch(
@@ -108,7 +108,7 @@ class _Model:
         return partial
 
     def sums(self, x: Array) -> Array:
-        """Return Σr, Σr|log p| and, but for full components, Σrz and Σrz² of a piece: (k, 2 + 2d), or (k, 2)."""
+        """Return Σr, Σr|log p|, Σrz and Σrz² of a piece, (k, 2 + 2d); the first two alone if full."""
         xp, n, d = self.device.xp, len(x), 0 if self.kind == _FULL else self.d
         pairs = self.k * (d + 2)
         wide = min(THREADS, max(32, 1 << (pairs - 1).bit_length()))
@@ -186,7 +186,7 @@ def cuda_expectation(device: Device, components: Any, x: Array, weights: Array |
 
 
 def _add_scatter(model: _Model, x: Array, centre: Array, roots: Array | None, total: Array) -> Array:
-    """Add Σ roots²·(x - centre)(x - centre)ᵀ to the pair; return Σ roots²·(x - centre), if there are roots."""
+    """Add Σ roots²·(x - centre)(x - centre)ᵀ to a pair; return Σ roots²·(x - centre) if there are roots."""
     z = centred(model.device, x, centre, roots, model.z)
     accumulate(model.device, z.T @ z, total[0], total[1])
     return None if roots is None else roots @ z

@@ -112,9 +112,7 @@ def cuda_moments(
     out = xp.empty((len(_RESULT), p))
     size = np.int64(n), np.int64(p)
     rows = np.int32(min(n, _PILOT_ROWS))
-    device.launch(
-        SOURCE, f"moments_pilot<{kind}>", (-(-p // 128),), (128,), (x, *size, rows, pilot)
-    )
+    device.launch(SOURCE, f"moments_pilot<{kind}>", (-(-p // 128),), (128,), (x, *size, rows, pilot))
     across, down = fold_block(p)
     for _ in range(2):
         device.launch(

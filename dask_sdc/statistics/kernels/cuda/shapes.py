@@ -1,4 +1,4 @@
-"""How blocks are cut into parts: by their shape alone, so that results depend neither on the grid nor on the device."""
+"""How blocks are cut into parts: by their shape alone, so that results depend neither on grid nor device."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def pieces(
     weights : array or None
         Shape (n,), float64, host or device.
     rows : int
-        Most rows of a piece; 0 is all of a native block. Others are converted in pieces of bounded size, float16 and
-        integers of up to 16 bits to float32, which holds them exactly, the rest to float64.
+        Most rows of a piece; 0 is all of a native block. Others are converted in pieces of bounded
+        size, float16 and integers of up to 16 bits to float32, which holds them exactly, the rest to
+        float64.
     offset : int
         Subtracted from 64-bit integers, see `dask_sdc.statistics.kernels.tiles.exact_offset`.
     """
@@ -63,14 +64,14 @@ def pieces(
 
 
 def rows_of_parts(n: int, parts: int, multiple: int = 1) -> tuple[int, int]:
-    """Return rows of a part, a multiple of ``multiple``, and how many parts, at most ``parts``, cover ``n`` rows."""
+    """Return the rows of a part, a multiple of ``multiple``, and how many of at most ``parts`` cover n."""
     rows = -(-n // parts)
     rows = max(-(-rows // multiple), 1) * multiple
     return rows, -(-n // rows)
 
 
 def fold_block(cells: int) -> tuple[int, int]:
-    """Return the threads that fold ``cells`` cells of many parts: side by side on cells, the others down the parts."""
+    """Return the threads that fold cells of many parts: side by side on cells, the others down the parts."""
     across = min(32, 1 << max(cells - 1, 0).bit_length())
     return across, THREADS // across
 

@@ -74,9 +74,20 @@ def attend_rows(
             (splits, kv_heads * -(-group // _QUERIES), count),
             (_THREADS,),
             (
-                *(q[begin:end], layer.k[b:], layer.v[b:], branch, np.int32(0 if tree is None else tree.shape[1])),
+                *(
+                    q[begin:end],
+                    layer.k[b:],
+                    layer.v[b:],
+                    branch,
+                    np.int32(0 if tree is None else tree.shape[1]),
+                ),
                 *(np.int32(min(steps, count)), np.int32(heads), np.int32(kv_heads), np.int32(width)),
-                *(np.int64(slots), np.int64(length), np.int64(0 if tree is not None else t), np.int64(layer.base)),
+                *(
+                    np.int64(slots),
+                    np.int64(length),
+                    np.int64(0 if tree is not None else t),
+                    np.int64(layer.base),
+                ),
                 *(np.int64(_NO_WINDOW if layer.window is None else layer.window), np.int32(sinks), partial),
             ),
             4 * (queries * (width + SPLIT + 4 * _THREADS) + 2 * _QUERIES),

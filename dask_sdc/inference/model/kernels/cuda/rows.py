@@ -106,7 +106,15 @@ def turn(
         (rows,),
         (across, min(_THREADS // across, heads + 2 * kv_heads)),
         (
-            *(qkv, _given(bias), *tables, np.int32(steps), np.int32(heads), np.int32(kv_heads), np.int32(width)),
+            *(
+                qkv,
+                _given(bias),
+                *tables,
+                np.int32(steps),
+                np.int32(heads),
+                np.int32(kv_heads),
+                np.int32(width),
+            ),
             *(np.int32(half), np.float32(scale), np.int64(slots), np.int64(slot), q, k, v),
         ),
     )

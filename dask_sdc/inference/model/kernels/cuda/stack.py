@@ -35,8 +35,8 @@ class CudaKernels(ArrayKernels):
     device : Device
         Where they lie.
     by_row : bool
-        Whether a row has the same bits whatever chunk and batch it comes in: products are then taken row by row,
-        and attention is split along the positions, in splits that the row's own position alone decides.
+        Whether a row has the same bits whatever chunk and batch it comes in: products are then taken row by
+        row, and attention is split along the positions, in splits that the row's own position alone decides.
     """
 
     def __init__(
