@@ -145,6 +145,16 @@ def test_data_files_are_in_the_package(name: str) -> None:
     assert resources.files("dask_sdc").joinpath(name).is_file()
 
 
+def test_cuda_sources_are_in_the_wheel() -> None:
+    """hatchling takes every file of the package that git does not ignore; headers go with their kernels."""
+    wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": ["dask_sdc"]}
+    sources = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "dask_sdc").rglob("*.cu*"))
+    assert len(sources) >= 8
+    ignored = subprocess.run(["git", "check-ignore", *sources], cwd=ROOT, capture_output=True, text=True)
+    assert ignored.stdout == ""
+
+
 def test_lowest_versions_are_the_tested_ones() -> None:
     lines = (ROOT / "constraints-min.txt").read_text("utf-8").splitlines()
     pinned = dict(line.split("==") for line in lines if line and not line.startswith("#"))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dask_sdc.exceptions import InputError, InputTypeError
-from dask_sdc.statistics.kernels import to_host
+from dask_sdc.statistics.kernels import dtype_of, is_numpy, namespace, to_host
 
 
 def checked_block(x: Any, shape: tuple[int, ...]) -> Any:
@@ -31,7 +31,11 @@ def checked_block(x: Any, shape: tuple[int, ...]) -> Any:
         raise InputTypeError("expected a plain array, got a masked one; fill it with NaN and use skipna")
     if not hasattr(x, "dtype") or not hasattr(x, "__array_namespace__"):
         x = np.asarray(x)
-    kind, size = x.dtype.kind, x.dtype.itemsize
+    try:
+        dtype = dtype_of(x)
+    except TypeError as error:  # a type that NumPy does not know
+        raise InputTypeError(f"expected an array of numbers, got {x.dtype}") from error
+    kind, size = dtype.kind, dtype.itemsize
     if kind not in "biufc" or size > (16 if kind == "c" else 8):
         raise InputTypeError(f"expected bool, int, float up to 64 or complex up to 128 bits, got {x.dtype}")
     if x.ndim == 0 or tuple(x.shape[1:]) != shape:
@@ -42,7 +46,7 @@ def checked_block(x: Any, shape: tuple[int, ...]) -> Any:
 def real_block(x: Any, shape: tuple[int, ...], what: str) -> Any:
     """Return ``x`` as by `checked_block`, refusing complex samples in the name of ``what``."""
     x = checked_block(x, shape)
-    if x.dtype.kind == "c":
+    if dtype_of(x).kind == "c":
         raise InputTypeError(f"{what} needs real samples, got {x.dtype}")
     return x
 
@@ -76,7 +80,12 @@ def weighted_rows(x: Any, weights: Any, *others: Any) -> tuple[Any, ...]:
     if w.all():
         return (x, w, *others)
     keep = w > 0
-    return (x[keep], w[keep], *(None if o is None else o[keep] for o in others))
+    return (_chosen(x, keep), w[keep], *(None if o is None else _chosen(o, keep) for o in others))
+
+
+def _chosen(x: Any, keep: np.ndarray[Any, Any]) -> Any:
+    """Return the rows of a block, host or device, that a mask on the host keeps."""
+    return x[keep if is_numpy(x) else namespace(x).asarray(keep)]
 
 
 def feature_count(shape: tuple[int, ...], what: str) -> int:

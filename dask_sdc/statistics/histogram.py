@@ -12,6 +12,7 @@ import numpy as np
 from dask_sdc.exceptions import InputError, InputTypeError
 from dask_sdc.statistics.base import ShardInfo, State, Statistic
 from dask_sdc.statistics.blocks import real_block, weighted_rows
+from dask_sdc.statistics.kernels import reshaped
 from dask_sdc.statistics.kernels.histogram import Axis, count_block
 
 Array = np.ndarray[Any, Any]
@@ -133,7 +134,7 @@ class Histogram(Statistic):
             return (
                 state if weights is None or state["sums"] is not None else {**state, "sums": _as_sums(state)}
             )
-        samples = x if self._joint else x.reshape((-1, 1))
+        samples = x if self._joint else reshaped(x, (-1, 1))
         share = samples.shape[0] // x.shape[0]
         counts, sums = count_block(samples, self._axes, weights, share)
         block = {"shape": state["shape"], "total": int(samples.shape[0]), "counts": counts, "sums": sums}

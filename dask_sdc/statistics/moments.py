@@ -11,7 +11,7 @@ import numpy as np
 from dask_sdc.exceptions import InputError, InputTypeError
 from dask_sdc.statistics.base import ShardInfo, State, Statistic
 from dask_sdc.statistics.blocks import checked_block, weighted_rows
-from dask_sdc.statistics.kernels import is_numpy, namespace
+from dask_sdc.statistics.kernels import dtype_of, is_numpy, namespace, reshaped
 from dask_sdc.statistics.kernels.moments import block_moments, merge
 
 Array = np.ndarray[Any, Any]
@@ -146,7 +146,7 @@ class Moments(Statistic):
         shape = state["sum"].shape
         x = checked_block(x, shape[:-1] if state["complex"] else shape)
         x, weights = weighted_rows(x, weights)
-        if (x.dtype.kind == "c") != state["complex"]:
+        if (dtype_of(x).kind == "c") != state["complex"]:
             raise InputTypeError(
                 f"expected {'complex' if state['complex'] else 'real'} samples, got {x.dtype}"
             )
@@ -155,7 +155,7 @@ class Moments(Statistic):
         size = state["sum"].size
         if x.shape[0] == 0 or size == 0:
             return state
-        block = block_moments(x.reshape((x.shape[0], size)), weights, "M4" in state, self.skipna)
+        block = block_moments(reshaped(x, (x.shape[0], size)), weights, "M4" in state, self.skipna)
         if not self.skipna:
             block |= {"count": block["count"][:1], "weight": block["weight"][:1]}
         return self._merged(state, block)
@@ -165,7 +165,7 @@ class Moments(Statistic):
         xp = np if is_numpy(x) else namespace(x)
         parts = xp.stack((xp.real(x), xp.imag(x)), axis=-1)
         if self.skipna:
-            parts[xp.isnan(x)] = xp.nan
+            parts = xp.where(xp.isnan(x)[..., None], xp.asarray(xp.nan, dtype=parts.dtype), parts)
         return parts
 
     def combine(self, a: State, b: State) -> State:

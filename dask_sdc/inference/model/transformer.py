@@ -23,6 +23,7 @@ from dask_sdc.inference.model.kernels import (
     Linear,
     Norm,
     RowKernels,
+    array_kernels,
     branches,
     widen,
 )
@@ -97,9 +98,9 @@ class Transformer:
             config.norm_eps,
         )
         self._rows = (
-            RowKernels(blocks, geometry) if xp is np else ArrayKernels(blocks, geometry, xp, by_row=True)
+            RowKernels(blocks, geometry) if xp is np else array_kernels(blocks, geometry, xp, by_row=True)
         )
-        self._wide = ArrayKernels(blocks, geometry, xp)
+        self._wide = array_kernels(blocks, geometry, xp)
         self._bulk = self._rows if invariant else self._wide
         self._inverse = rotary_frequencies(config)
         self._turns = (np.empty((0, 0), np.float32),) * 2
@@ -303,7 +304,7 @@ class Transformer:
         tree = branches(parents) if parents else NO_TREE
         if parents and len(tree) != steps:
             raise InputError(f"chunk: expected {len(tree)} rows of a tree, got {steps}")
-        depths = tree[:, 0] - 1 if parents else slice(0, steps)
+        depths = self._xp.asarray(tree[:, 0] - 1) if parents else slice(0, steps)
         kernels = self._kernels(steps, rounded, bool(parents))
         cache.reserve(steps)
         h = self._embedded(x, cache.length, depths) if self.first else self._given(x)  # (R, D)
@@ -370,7 +371,9 @@ class Transformer:
             )
 
     def _embedded(self, ids: Array, start: int, depths: Any) -> Array:
-        h = widen(self._embed[ids.reshape(-1)], self._xp)[:, : self.config.hidden_size]  # (R, D)
+        h = widen(self._embed[self._xp.asarray(ids).reshape(-1)], self._xp)[
+            :, : self.config.hidden_size
+        ]  # (R, D)
         if self.config.architecture == "gpt2":
             table = self._position[start : start + ids.shape[1]][depths]  # (T, D)
             h = (h.reshape(*ids.shape, -1) + table).reshape(h.shape)

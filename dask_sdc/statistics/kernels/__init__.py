@@ -13,7 +13,7 @@ import array_api_compat
 import numba
 import numpy as np
 
-__all__ = ["is_numpy", "jit", "namespace", "to_host"]
+__all__ = ["dtype_of", "is_numpy", "jit", "namespace", "reshaped", "to_host"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,6 +56,16 @@ def is_numpy(x: Any) -> bool:
 def namespace(*arrays: Any) -> Any:
     """Return the array API namespace of blocks that are not NumPy's."""
     return array_api_compat.array_namespace(*arrays)
+
+
+def dtype_of(x: Any) -> np.dtype[Any]:
+    """Return NumPy's dtype of a block of any array library; others name theirs as ``library.float32``."""
+    return x.dtype if isinstance(x.dtype, np.dtype) else np.dtype(str(x.dtype).rpartition(".")[2])
+
+
+def reshaped(x: Any, shape: tuple[int, ...]) -> Any:
+    """Return a block of any array library in another shape."""
+    return x.reshape(shape) if hasattr(x, "reshape") else namespace(x).reshape(x, shape)
 
 
 def to_host(x: Any) -> np.ndarray[Any, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from dask_sdc.statistics.kernels import is_numpy, namespace, to_host
+from dask_sdc.statistics.kernels.cuda import Device, cupy_device, is_cupy
+from dask_sdc.statistics.kernels.cuda.scatter import cuda_products
 from dask_sdc.statistics.kernels.pairs import merge_sums, scaled
 from dask_sdc.statistics.kernels.tiles import PILOT_ROWS, TILE, as_float, exact_offset
 
@@ -54,11 +56,14 @@ class Centred:
     def _sample_mean(self) -> Array:
         rows = np.unique(np.linspace(0, len(self.x) - 1, min(len(self.x), PILOT_ROWS)).astype(np.int64))
         sample = np.empty((len(rows), self.x.shape[1]))
-        as_float(self.x[rows], self.offset, sample)
+        as_float(self._sample(rows), self.offset, sample)
         with np.errstate(invalid="ignore", over="ignore"):
             # About the first row, so that the pilot of a constant column is its value.
             pilot = sample[0] + (sample - sample[0]).mean(axis=0)
         return np.where(np.isfinite(pilot), pilot, 0.0)
+
+    def _sample(self, rows: Array) -> Array:
+        return self.x[rows]
 
     def __iter__(self) -> Iterator[tuple[Array, Array]]:
         """Yield ``(tile, roots)`` of shapes (r, d) and (r,), valid until the next one."""
@@ -91,6 +96,20 @@ class Centred:
             np.subtract(wide, np.tile(self.pilot, repeat), out=tile[:even].reshape(wide.shape))
         np.subtract(piece[even:], self.pilot, out=tile[even:])
 
+    def products(self) -> tuple[Array, Array, Array | None]:
+        """Return scatter and sums about the pilot, and from `CHECKED_FROM` on the check."""
+        d = self.x.shape[1]
+        vector = check_vector(d) if d >= CHECKED_FROM else None
+        scatter, product = np.zeros((d, d)), np.empty((d, d))
+        deviation, check = np.zeros(d), None if vector is None else np.zeros(d)
+        with np.errstate(invalid="ignore", over="ignore"):
+            for tile, roots in self:
+                scatter += np.matmul(tile.T, tile, out=product)  # NumPy calls syrk: half the work, symmetric
+                deviation += roots @ tile
+                if vector is not None:
+                    check += (tile @ vector) @ tile
+        return scatter, deviation, check
+
     def total(self, deviation: Array) -> tuple[Array, Array]:
         """Return Σwx as pairs, given Σw·(x - pilot)."""
         s, low = scaled(self.pilot, np.full(len(self.pilot), self.weight), deviation)
@@ -100,6 +119,33 @@ class Centred:
                 s[i] = float(exact)
                 low[i] = float(exact - Fraction(float(s[i])))
         return s, low
+
+
+class DeviceCentred(Centred):
+    """`Centred` of a block of a CUDA device, which leaves it in sums only.
+
+    Parameters
+    ----------
+    device : Device
+        Where the block lies.
+    x : array
+        Shape (n, d), n >= 1.
+    weights : numpy.ndarray or None
+        Positive float64 weights of shape (n,), on the host.
+    """
+
+    def __init__(self, device: Device, x: Any, weights: Array | None) -> None:
+        self.device = device
+        super().__init__(x, weights)
+
+    def _sample(self, rows: Array) -> Array:
+        return to_host(self.x[self.device.xp.asarray(rows)])
+
+    def products(self) -> tuple[Array, Array, Array | None]:
+        """Return scatter and sums about the pilot, and from `CHECKED_FROM` on the check."""
+        d = self.x.shape[1]
+        vector = check_vector(d) if d >= CHECKED_FROM else None
+        return cuda_products(self.device, self.x, self.pilot, self.roots, vector, self.offset)
 
 
 def block_scatter(x: Any, weights: Array | None) -> dict[str, Any]:
@@ -118,33 +164,24 @@ def block_scatter(x: Any, weights: Array | None) -> dict[str, Any]:
         ``weight`` float; ``sum`` and ``low`` (d,); ``scatter`` (d, d), exactly symmetric; ``check``
         (d,), the scatter times `check_vector` by products that never form the matrix, or None.
     """
-    if not is_numpy(x):
+    if not is_numpy(x) and not is_cupy(x):
         return _array_api_scatter(x, weights)
-    tiles = Centred(x, weights)
-    scatter, deviation, check = _products(tiles)
+    tiles = Centred(x, weights) if is_numpy(x) else DeviceCentred(cupy_device(), x, weights)
+    return scatter_of(tiles)
+
+
+def scatter_of(tiles: Centred) -> dict[str, Any]:
+    """Return what `block_scatter` does of a block that is to be centred."""
+    scatter, deviation, check = tiles.products()
     offset = deviation / tiles.weight
     with np.errstate(over="ignore"):
         pilot_missed = np.any(offset**2 * tiles.weight > 0.5 * scatter.diagonal())
     if pilot_missed:
         # The sampled rows did not tell where the mean is, and digits were lost: now it is known.
         tiles.pilot = np.where(np.isfinite(offset), tiles.pilot + offset, 0.0)
-        scatter, deviation, check = _products(tiles)
+        scatter, deviation, check = tiles.products()
         offset = deviation / tiles.weight
     return _about_mean(tiles.weight, tiles.total(deviation), scatter, check, offset)
-
-
-def _products(tiles: Centred) -> tuple[Array, Array, Array | None]:
-    d = tiles.x.shape[1]
-    vector = check_vector(d) if d >= CHECKED_FROM else None
-    scatter, product = np.zeros((d, d)), np.empty((d, d))
-    deviation, check = np.zeros(d), None if vector is None else np.zeros(d)
-    with np.errstate(invalid="ignore", over="ignore"):
-        for tile, roots in tiles:
-            scatter += np.matmul(tile.T, tile, out=product)  # NumPy calls syrk: half the work, symmetric
-            deviation += roots @ tile
-            if vector is not None:
-                check += (tile @ vector) @ tile
-    return scatter, deviation, check
 
 
 def _about_mean(

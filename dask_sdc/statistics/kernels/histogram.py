@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from dask_sdc.statistics.kernels import inner, is_numpy, jit, namespace, to_host
+from dask_sdc.statistics.kernels.cuda import cupy_device, is_cupy
+from dask_sdc.statistics.kernels.cuda.histogram import cuda_count
 from dask_sdc.statistics.kernels.tiles import frozen, is_flat, scratch_tiles
 
 Array = np.ndarray[Any, Any]
@@ -254,6 +256,8 @@ def count_block(
     """
     shape = tuple(axis.slots for axis in axes)
     slots = int(np.prod(shape))
+    if is_cupy(x):
+        return cuda_count(cupy_device(), x, tuple(axis.edges for axis in axes), weights, share)
     if not is_numpy(x):
         return _array_api_count(x, axes, weights, share, shape)
     counts = np.zeros((4 if slots <= _COPIES_UP_TO else 1, slots), np.int64)
@@ -282,17 +286,17 @@ def _packed(axes: tuple[Axis, ...]) -> tuple[Array, ...]:
 def _array_api_count(
     x: Any, axes: tuple[Axis, ...], weights: Array | None, share: int, shape: tuple[int, ...]
 ) -> tuple[Array, Array | None]:
-    """Do as the Numba kernel by the array API standard and ``bincount``."""
+    """Do as the Numba kernel by the array API standard; it has no ``bincount``, so the host counts."""
     xp = namespace(x)
     x = xp.astype(x, xp.float64)
     slot = xp.zeros(x.shape[0], dtype=xp.int64)
     for d, axis in enumerate(axes):
         v = x[:, d]
-        place = xp.searchsorted(xp.asarray(axis.edges), v, side="right")
-        place = place - xp.astype(v == axis.edges[-1], xp.int64)
-        slot = slot * axis.slots + xp.where(xp.isnan(v), axis.slots - 1, place)
-    slots = int(np.prod(shape))
-    counts = to_host(xp.bincount(slot, minlength=slots)).astype(np.int64).reshape(shape)
+        place = xp.astype(xp.searchsorted(xp.asarray(axis.edges), v, side="right"), xp.int64)
+        place = place - xp.astype(v == float(axis.edges[-1]), xp.int64)
+        slot = slot * axis.slots + xp.where(xp.isnan(v), xp.asarray(axis.slots - 1, dtype=xp.int64), place)
+    slots, found = int(np.prod(shape)), to_host(slot)
+    counts = np.bincount(found, minlength=slots).reshape(shape)
     if weights is None:
         return counts, None
-    return counts, to_host(xp.bincount(slot, xp.asarray(np.repeat(weights, share)), slots)).reshape(shape)
+    return counts, np.bincount(found, np.repeat(weights, share), slots).reshape(shape)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dask_sdc.statistics.kernels import inner, is_numpy, jit, namespace, to_host
+from dask_sdc.statistics.kernels.cuda import cupy_device, is_cupy
+from dask_sdc.statistics.kernels.cuda.kmeans import MOST_CLUSTERS, cuda_lloyd
 from dask_sdc.statistics.kernels.rows import LANES, Array, padded, pieces
 
 __all__ = ["LloydSums", "array_api_lloyd", "labels", "lloyd"]
@@ -149,6 +151,8 @@ def lloyd(x: Any, weights: Any, centres: Array) -> LloydSums:
     -------
     LloydSums
     """
+    if is_cupy(x) and len(centres) <= MOST_CLUSTERS:
+        return LloydSums(*cuda_lloyd(cupy_device(), x, weights, centres))
     if not is_numpy(x):
         return array_api_lloyd(namespace(x), x, weights, centres)
     k, d = centres.shape
@@ -178,12 +182,10 @@ def array_api_lloyd(xp: Any, x: Any, weights: Any, centres: Array) -> LloydSums:
         np.zeros(k), np.zeros((k, d)), np.zeros(k), np.full(k, -1.0), np.zeros(k), np.zeros((k, d))
     )
     for start in range(0, x.shape[0], _ROWS):
-        rows = xp.astype(x[start : start + _ROWS, :], xp.float64)
-        if weights is None:
-            w = xp.ones_like(rows[:, 0])
-        else:
-            w = xp.astype(weights[start : start + _ROWS], xp.float64)
-        _array_api_rows(xp, rows, w, centres, sums)
+        end = min(start + _ROWS, x.shape[0])
+        rows = xp.astype(x[start:end, :], xp.float64)
+        w = None if weights is None else xp.asarray(weights[start:end], dtype=xp.float64)
+        _array_api_rows(xp, rows, xp.ones_like(rows[:, 0]) if w is None else w, centres, sums)
     return sums
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dask_sdc.statistics.kernels import is_numpy, namespace, to_host
+from dask_sdc.statistics.kernels.cuda import cupy_device, is_cupy
+from dask_sdc.statistics.kernels.cuda.mixture import cuda_density, cuda_expectation
 from dask_sdc.statistics.kernels.mixture_cpu import DIAGONAL, FULL, TIED, add_density, add_expectation
 from dask_sdc.statistics.kernels.rows import Array, padded, pieces
 
@@ -113,6 +115,8 @@ def expectation(components: Components, x: Any, weights: Any) -> Expectation:
     -------
     Expectation
     """
+    if is_cupy(x):
+        return Expectation(*cuda_expectation(cupy_device(), components, x, weights))
     if not is_numpy(x):
         return array_api_expectation(namespace(x), components, x, weights)
     arguments = _cpu_arguments(components)
@@ -134,6 +138,8 @@ def expectation(components: Components, x: Any, weights: Any) -> Expectation:
 
 def density(components: Components, x: Any, weights: Any) -> Density:
     """Add up the log densities of one block; parameters as for `expectation`."""
+    if is_cupy(x):
+        return Density(*cuda_density(cupy_device(), components, x, weights))
     if not is_numpy(x):
         return array_api_density(namespace(x), components, x, weights)
     totals = np.zeros(3)
@@ -202,11 +208,12 @@ def array_api_density(xp: Any, components: Components, x: Any, weights: Any) -> 
 
 def _array_api_pieces(xp: Any, x: Any, weights: Any) -> Iterator[tuple[Any, Any]]:
     for start in range(0, x.shape[0], _ROWS):
-        rows = xp.astype(x[start : start + _ROWS, :], xp.float64)
+        end = min(start + _ROWS, x.shape[0])
+        rows = xp.astype(x[start:end, :], xp.float64)
         if weights is None:
             yield rows, xp.ones_like(rows[:, 0])
         else:
-            yield rows, xp.astype(weights[start : start + _ROWS], xp.float64)
+            yield rows, xp.asarray(weights[start:end], dtype=xp.float64)
 
 
 def _array_api_joint(xp: Any, components: Components, x: Any) -> tuple[list[Any], Any, Any]:

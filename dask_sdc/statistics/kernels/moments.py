@@ -17,6 +17,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from dask_sdc.statistics.kernels import inner, is_numpy, jit, namespace, to_host
+from dask_sdc.statistics.kernels.cuda import Device, cupy_device, is_cupy
+from dask_sdc.statistics.kernels.cuda.moments import cuda_moments
+from dask_sdc.statistics.kernels.cuda.shapes import pieces
 from dask_sdc.statistics.kernels.pairs import add_pair, divide_pair, exact_product, keep_mean, scaled
 from dask_sdc.statistics.kernels.tiles import (
     as_float,
@@ -476,6 +479,8 @@ def block_moments(x: Any, weights: Array | None, high: bool, skipna: bool) -> di
     dict
         `FIELDS`, each float64 of shape (p,), count int64. Σw·x is ``sum + low``.
     """
+    if is_cupy(x):
+        return device_moments(cupy_device(), x, weights, high, skipna)
     if not is_numpy(x):
         return array_api_moments(x, weights, high, skipna)
     offset = exact_offset(x)
@@ -529,7 +534,21 @@ def _shift(fields: dict[str, Array], offset: int, x: Array) -> None:
         total += Fraction(float(weight)) * offset
         high = float(total)
         fields["sum"][i], fields["low"][i] = high, float(total - Fraction(high))
-    fields["min"][:], fields["max"][:] = x.min(axis=0), x.max(axis=0)
+    fields["min"][:], fields["max"][:] = to_host(x.min(axis=0)), to_host(x.max(axis=0))
+
+
+def device_moments(
+    device: Device, x: Any, weights: Array | None, high: bool, skipna: bool
+) -> dict[str, Array]:
+    """Do as `block_moments` for a block of a CUDA device; one that is converted is merged of pieces."""
+    offset = exact_offset(x)
+    merged: dict[str, Array] = {}
+    for piece, w in pieces(device, x, weights, offset=offset):
+        fields = cuda_moments(device, piece, w, high, skipna)
+        merged = merge(merged, fields) if merged else fields
+    if offset:
+        _shift(merged, offset, x)
+    return merged
 
 
 def array_api_moments(x: Any, weights: Array | None, high: bool, skipna: bool) -> dict[str, Array]:

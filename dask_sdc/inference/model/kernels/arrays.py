@@ -1,4 +1,4 @@
-"""The forward pass over an array namespace: BLAS for long chunks on the host, CuPy on a GPU."""
+"""The forward pass over an array namespace: BLAS for long chunks on the host."""
 
 from __future__ import annotations
 
@@ -66,8 +66,7 @@ class ArrayKernels:
     ) -> Array:
         """Run rows (R, D) through all layers; see `RowKernels.run`."""
         for block, layer in zip(self._blocks, cached, strict=True):
-            qkv = self._project(x, block.attention_norm, block.qkv)  # (R, (H + 2·KV)·W)
-            mixed = self._attend(qkv, steps, cos, sin, layer, length, tree)  # (R, H·W)
+            mixed = self._attention(x, block, steps, cos, sin, layer, length, tree)  # (R, H·W)
             x = x + self._project(mixed, None, block.o)  # (R, D)
             inner = self._project(x, block.mlp_norm, block.up)  # (R, I)
             x = x + self._project(inner, None, block.down)  # (R, D)
@@ -125,11 +124,12 @@ class ArrayKernels:
             y += x[:, begin : begin + run] @ weight[:, begin : begin + run].T
         return y
 
-    def _attend(
-        self, qkv: Array, steps: int, cos: Array, sin: Array, layer: Any, length: int, tree: Array
+    def _attention(
+        self, x: Array, block: Block, steps: int, cos: Array, sin: Array, layer: Any, length: int, tree: Array
     ) -> Array:
-        """Append keys and values of rows (B·T, (H + 2·KV)·W) to the layer, return their mix (B·T, H·W)."""
+        """Append keys and values of rows (B·T, D) to the layer, return their mix (B·T, H·W)."""
         geometry = self._geometry
+        qkv = self._project(x, block.attention_norm, block.qkv)  # (R, (H + 2·KV)·W)
         batch, kv_heads, _, width = layer.k.shape
         per_row = qkv.reshape(batch, steps, geometry.heads + 2 * kv_heads, width).transpose(0, 2, 1, 3)
         q, k, v = per_row[:, : -2 * kv_heads], per_row[:, -2 * kv_heads : -kv_heads], per_row[:, -kv_heads:]
