@@ -238,7 +238,8 @@ class _Making:
         inputs = await inputs_of(self._client, given, dim)
         self._job = job = self._job.of(inputs.count, inputs.dim)
         layout, arrays = await asyncio.to_thread(self._prepared, resume, overwrite)
-        ready = [await asyncio.to_thread(layout.vouched, arrays, batch) for batch in range(layout.batches)]
+        proofs = [asyncio.to_thread(layout.vouched, arrays, batch) for batch in range(layout.batches)]
+        ready = await asyncio.gather(*proofs)
         todo = [batch for batch, whole in enumerate(ready) if not whole]
         report = DatasetReport(inputs.count)
         report.kept = sum(len(layout.samples_of(batch)) for batch, whole in enumerate(ready) if whole)

@@ -48,7 +48,7 @@ class Once:
     folder : path
         Where the files are.
     at : dict of int to str
-        Per number what happens: "kill" this worker, "raise", or "nan" in the sample.
+        Per number what happens: "kill" or "freeze" this worker, "raise", or "nan" in the sample.
     """
 
     def __init__(self, folder: Path, at: dict[int, str]) -> None:
@@ -62,6 +62,8 @@ class Once:
             return found
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if what == "raise":
             raise OSError("the first time only")
         return {**found, "score": np.float64("nan")}

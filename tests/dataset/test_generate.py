@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -153,6 +154,30 @@ def test_killed_workers_and_passing_faults_change_no_byte(
     assert contents(tmp_path / "data") == clean
     assert report.redone >= 2
     assert report.retried >= 3
+
+
+@pytest.mark.slow
+def test_a_frozen_worker_costs_its_batches_a_second_attempt(
+    fresh_cluster: Callable[[int], Client], tmp_path: Path, clean: dict[str, bytes]
+) -> None:
+    client = fresh_cluster(3)
+    pids = client.run(os.getpid)
+    try:
+        _, report = generate_dataset(
+            client,
+            range(N),
+            Once(tmp_path, {30: "freeze"}),
+            tmp_path / "data",
+            outputs=OUTPUTS,
+            batch_size=8,
+            timeout=15.0,
+        )
+    finally:
+        for pid in pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    assert contents(tmp_path / "data") == clean
+    assert report.redone >= 1
 
 
 def test_a_batch_that_kills_every_worker_is_missing_and_no_other(
