@@ -267,7 +267,7 @@ class StatesSession(StreamSession):
     ) -> None:
         text = np.asarray([ids], np.int64)
         pieces = [text[:, begin : begin + chunk] for begin in range(0, len(ids), chunk)]
-        super().__init__(iter(pieces), **session)
+        super().__init__(iter(pieces), len(ids), **session)
         self.taps, self._logits = tuple(layers), logits
 
     def _rows(self, number: int) -> int | None:
