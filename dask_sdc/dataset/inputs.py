@@ -97,8 +97,9 @@ class Stored(Inputs):
 
 
 def one_of(batch: Any, k: int, dim: str | None) -> Any:
-    """Return one input of a batch."""
-    return batch[k] if dim is None else batch.isel({dim: k})
+    """Return one input of a batch; of an array a copy, as an attempt that writes to it must harm no other."""
+    one = batch[k] if dim is None else batch.isel({dim: k})
+    return one.copy() if dim is not None or isinstance(one, np.ndarray) else one
 
 
 def _read(array: Any, begin: int, end: int) -> Any:
@@ -136,6 +137,10 @@ async def inputs_of(client: Client, given: Any, dim: str | None) -> Inputs:
     if dim is not None:
         raise InputError(
             f"sample_dim: expected an xarray object to go with {dim!r}, got {type(given).__name__}"
+        )
+    if hasattr(given, "columns"):  # iterating over one gives the names of its columns
+        raise InputTypeError(
+            f"inputs: expected rows, such as df.to_dict('records'), got {type(given).__name__}"
         )
     if isinstance(given, str | Path):
         return Stored(_zarr_array(given))

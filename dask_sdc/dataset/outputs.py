@@ -123,6 +123,12 @@ def check_outputs(outputs: Any) -> dict[str, Output]:
             raise InputError(
                 f"output {name}: expected like= an output of variable length, got {output.like!r}"
             )
+    # Layout stores these beside an output of variable length.
+    beside = {
+        f"{name}_{what}" for name, one in outputs.items() if one.variable for what in ("begin", "length")
+    }
+    if taken := sorted(beside & outputs.keys()):
+        raise InputError(f"outputs: expected names other than those of the index of another one, got {taken}")
     return dict(outputs)
 
 
@@ -161,6 +167,8 @@ def checked_sample(outputs: Mapping[str, Output], made: Any, asked: Any) -> Samp
 
 
 def _checked(name: str, output: Output, value: Any) -> Array:
+    if np.ma.is_masked(value):
+        raise InvalidSample(f"{name}: expected no masked values, got some")
     array = np.asarray(value)
     if array.dtype.newbyteorder("<") != output.dtype:
         raise InvalidSample(f"{name}: expected {output.dtype}, got {array.dtype}")

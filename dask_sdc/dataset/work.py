@@ -146,7 +146,8 @@ class Rank:
         began: float,
     ) -> Made:
         """Write a batch, unless the rank has to stop, and say what became of it."""
-        samples = [_bounded(one) for one in samples]
+        numbers = self.layout.samples_of(batch)
+        samples = [_explained(number, one) for number, one in zip(numbers, samples, strict=False)]
         lost = [one for one in samples if isinstance(one, SampleUnavailable)]
         metadata = RecoveryMetadata.from_unavailable(lost, locally_empty=len(lost) == len(samples))
         if writes and not metadata.fatal:
@@ -188,12 +189,12 @@ def make_samples(
     made: list[Sample | SampleUnavailable] = []
     attempts = 0
     for k, number in enumerate(numbers):
-        asked = one_of(batch, k, job.dim)
 
-        def trip(asked: Any = asked) -> Sample | SampleUnavailable:
+        def trip(k: int = k) -> Sample | SampleUnavailable:
             nonlocal attempts
             attempts += 1
-            value = job.produce(asked)
+            asked = one_of(batch, k, job.dim)
+            value = _asked_for(job.produce, asked)
             if isinstance(value, SampleUnavailable):
                 return value  # it says itself that there is none
             return checked_sample(job.outputs, value, asked)
@@ -248,8 +249,22 @@ def _digest(sample: Sample) -> bytes:
     return hashlib.sha256(b"".join(checksum(sample[name]) for name in sorted(sample))).digest()
 
 
-def _bounded(one: Sample | SampleUnavailable) -> Sample | SampleUnavailable:
-    return replace(one, reason=one.reason[:_REASON]) if isinstance(one, SampleUnavailable) else one
+def _asked_for(produce: Any, asked: Any) -> Any:
+    try:
+        return produce(asked)
+    except Exception:
+        raise
+    except BaseException as error:
+        # A simulator that calls sys.exit() has failed at one sample, and must not take its worker along.
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _explained(number: int, one: Sample | SampleUnavailable) -> Sample | SampleUnavailable:
+    """Return it with a reason that is there, that can be stored as UTF-8, and that has an end."""
+    if not isinstance(one, SampleUnavailable):
+        return one
+    reason = str(one.reason or f"sample {number}: unavailable, no reason given")[:_REASON]
+    return replace(one, reason=reason.encode("utf-8", "backslashreplace").decode()[:_REASON])
 
 
 def _where() -> tuple[str, str]:

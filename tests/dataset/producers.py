@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +131,46 @@ class Broken:
 def at_row(row: Any) -> Any:
     """Return the sample of a row of an array."""
     return made(int(np.asarray(row).reshape(-1)[0]))
+
+
+#: What can go wrong in a sample that harms no other one, and what its reason says of it.
+ODD = {
+    "a reason that is no UTF-8": r"ValueError: \udcff",
+    "sys.exit": "RuntimeError: SystemExit: 3",
+    "a task that was cancelled": "RuntimeError: CancelledError",
+    "left out without a reason": "sample 5: unavailable, no reason given",
+    "left out with another reason": "17",
+    "left out, no UTF-8": r"\udcff",
+    "a masked value": "expected no masked values, got some",
+    "an input that is spoilt": "ValueError: 6.0",
+}
+
+
+class Odd:
+    """Does something odd for the number 5, in every attempt."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __call__(self, row: Any) -> Any:
+        """Make a sample of an array, which it changes."""
+        row += 1
+        return self._odd(row) if row[0] == 6 else row[0]
+
+    def _odd(self, row: Any) -> Any:
+        match self.what:
+            case "a reason that is no UTF-8":
+                raise ValueError("\udcff")
+            case "sys.exit":
+                sys.exit(3)
+            case "a task that was cancelled":
+                raise asyncio.CancelledError
+            case "left out without a reason":
+                return SampleUnavailable()
+            case "left out with another reason":
+                return SampleUnavailable(17)  # type: ignore[arg-type]
+            case "left out, no UTF-8":
+                return SampleUnavailable("\udcff")
+            case "a masked value":
+                return np.ma.masked_array(1.0, mask=True)
+        raise ValueError(row[0])

@@ -81,6 +81,11 @@ def test_what_is_missing_or_no_mapping() -> None:
         (lambda: check_outputs({}), InputError, "one at least"),
         (lambda: check_outputs([Output("f8")]), InputTypeError, "mapping of names"),
         (lambda: check_outputs({"valid": Output("f8")}), InputError, "none of"),
+        (
+            lambda: check_outputs({"a": Output("f8", (None,), 3), "a_length": Output("i8")}),
+            InputError,
+            "those of the index of another one, got .'a_length'",
+        ),
         (lambda: check_outputs({"a b": Output("f8")}), InputError, "identifiers"),
         (lambda: check_outputs({"a": Output("f8", (None,), 3, like="b")}), InputError, "like"),
     ],
