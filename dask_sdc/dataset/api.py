@@ -14,6 +14,7 @@ import dask
 import numpy as np
 import xarray as xr
 from distributed import Client
+from zarr.errors import ContainsArrayError
 
 from dask_sdc.cluster.session import Session
 from dask_sdc.dataset.inputs import Inputs, inputs_of
@@ -182,7 +183,9 @@ def generate_dataset(
             raise InputError(f"{name}: expected an int of at least {least}, got {value!r}")
     if on_missing not in _ON_MISSING:
         raise InputError(f"on_missing: expected one of {_ON_MISSING}, got {on_missing!r}")
-    if timeout is not None and (isinstance(timeout, bool) or not timeout > 0):
+    if timeout is not None and (
+        isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0
+    ):
         raise InputError(f"timeout: expected seconds > 0, got {timeout!r}")
     if resume and overwrite:
         raise InputError("expected resume or overwrite, got both")
@@ -237,6 +240,7 @@ class _Making:
         began = time.monotonic()
         inputs = await inputs_of(self._client, given, dim)
         self._job = job = self._job.of(inputs.count, inputs.dim)
+        blob = b"" if self._pipeline is not None else _pickled(job)
         layout, arrays = await asyncio.to_thread(self._prepared, resume, overwrite)
         proofs = [asyncio.to_thread(layout.vouched, arrays, batch) for batch in range(layout.batches)]
         ready = await asyncio.gather(*proofs)
@@ -246,7 +250,7 @@ class _Making:
         if on_missing == "generate":
             ledger = None if self._ledger is None else Ledger(self._ledger)
             try:
-                await self._make(job, inputs, layout, arrays, todo, report, ledger)
+                await self._make(job, blob, inputs, layout, arrays, todo, report, ledger)
                 report.seconds = time.monotonic() - began
                 if ledger is not None:
                     ledger.append("dataset", to_json(report))
@@ -263,13 +267,22 @@ class _Making:
         """Create the dataset, or open the one that is there, which has to be of the same job."""
         job, unfinished = self._job, there(self._job.store)
         if unfinished is None:
-            return job.layout, job.layout.create(job.store, self._description())
+            return job.layout, self._created()
         if resume and not unfinished:
             layout, before, arrays = opened(job.store, "r+")
             return layout, _same(before, self._description(), arrays)
         if resume or overwrite:
-            return job.layout, job.layout.create(job.store, self._description(), overwrite=True)
+            return job.layout, self._created(overwrite=True)
         raise InputError(f"store: expected nothing at {job.store} without resume or overwrite, got a dataset")
+
+    def _created(self, overwrite: bool = False) -> Arrays:
+        store = self._job.store
+        try:
+            return self._job.layout.create(store, self._description(), overwrite)
+        except (OSError, ContainsArrayError) as error:  # it is there and no dataset, or cannot be written
+            raise InputError(
+                f"store: expected a place to write to, with nothing or a dataset in it, got {store}: {error}"
+            ) from error
 
     def _description(self) -> dict[str, Any]:
         job = self._job
@@ -283,6 +296,7 @@ class _Making:
     async def _make(
         self,
         job: Job,
+        blob: bytes,
         inputs: Inputs,
         layout: Layout,
         arrays: Arrays,
@@ -296,13 +310,13 @@ class _Making:
             if self._pipeline is not None:
                 await PipelineJob(self._pipeline, job, arrays, inputs, report, progress).run(todo)
             else:
-                await self._on_workers(job, inputs, layout, arrays, todo, report, progress, ledger)
+                await self._on_workers(blob, inputs, layout, arrays, todo, report, progress, ledger)
         finally:
             progress.end()
 
     async def _on_workers(
         self,
-        job: Job,
+        blob: bytes,
         inputs: Inputs,
         layout: Layout,
         arrays: Arrays,
@@ -316,7 +330,7 @@ class _Making:
         making = DatasetJob(
             self._client,
             session,
-            cloudpickle.dumps(job),
+            blob,
             layout,
             arrays,
             inputs,
@@ -333,6 +347,16 @@ class _Making:
         finally:
             making.summarise()
             await session.detach()
+
+
+def _pickled(job: Job) -> bytes:
+    try:
+        blob: bytes = cloudpickle.dumps(job)
+    except Exception as error:  # whatever something in it says of being pickled
+        raise InputTypeError(
+            f"produce: expected what can be sent to workers, as retry_on and store too, got {error}"
+        ) from error
+    return blob
 
 
 def _same(before: Mapping[str, Any], now: Mapping[str, Any], arrays: Arrays) -> Arrays:

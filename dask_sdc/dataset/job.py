@@ -19,7 +19,7 @@ from dask_sdc.dataset.layout import Arrays, Layout
 from dask_sdc.dataset.report import DatasetReport, Progress, counted
 from dask_sdc.dataset.work import Made, lose_batch, make_batch
 from dask_sdc.evidence.ledger import Ledger
-from dask_sdc.exceptions import GenerationFailed, NoDomainError
+from dask_sdc.exceptions import GenerationFailed, InputTypeError, NoDomainError
 from dask_sdc.policy.domains import restrictions
 from dask_sdc.policy.messages import DomainLost, Place
 from dask_sdc.policy.sampling import CoverageSampler
@@ -211,7 +211,12 @@ class DatasetJob:
         else:
             given = self._inputs.batch(self._client, self._layout.samples_of(order.batch))
             writes = order.role == "primary"
-            future = self._client.submit(make_batch, self._blob, order.batch, given, writes, **options)
+            try:
+                future = self._client.submit(make_batch, self._blob, order.batch, given, writes, **options)
+            except TypeError as error:
+                raise InputTypeError(
+                    f"inputs: expected what can be sent to workers, got {error} for batch {order.batch}"
+                ) from error
         self._load[domain] += 1
         task = asyncio.ensure_future(self._collect(future, domain))
         self._running[task] = replace(order, domain=domain)

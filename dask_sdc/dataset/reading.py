@@ -14,6 +14,7 @@ import xarray as xr
 import zarr
 from dask.delayed import delayed
 from zarr.abc.store import Store
+from zarr.errors import ContainsArrayError
 from zarr.storage import MemoryStore
 
 from dask_sdc.dataset.layout import Arrays, Layout
@@ -56,6 +57,10 @@ def there(store: Any) -> bool | None:
         group = zarr.open_group(location(store), mode="r")
     except FileNotFoundError:
         return None
+    except ContainsArrayError as error:
+        raise InputError(f"store: expected nothing or a dataset at {store}, got an array") from error
+    except NotADirectoryError as error:
+        raise InputError(f"store: expected a path below directories, got {store}: {error}") from error
     except Exception as error:  # whatever a changed byte makes of it
         raise _damaged(error) from error
     unfinished = Layout.unfinished(group)
@@ -66,7 +71,7 @@ def there(store: Any) -> bool | None:
 
 def _damaged(error: Exception) -> CorruptionError:
     why = f"{type(error).__name__}: {error}"
-    return CorruptionError(f"the dataset's own metadata are damaged: {why}")
+    return CorruptionError(f"the dataset's own metadata are damaged, or cannot be read: {why}")
 
 
 def opened(store: Any, mode: Literal["r", "r+"] = "r") -> tuple[Layout, dict[str, Any], Arrays]:

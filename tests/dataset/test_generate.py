@@ -8,23 +8,38 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dask.array as da
 import dask.bag as db
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
 import zarr
 from distributed import Client
 
-from dask_sdc.dataset import generate_dataset, open_dataset, verify_dataset
+from dask_sdc.dataset import Output, generate_dataset, open_dataset, verify_dataset
 from dask_sdc.evidence.ledger import verify
 from dask_sdc.exceptions import CheckpointError, GenerationFailed, InputError, InputTypeError, MissingSamples
 from dask_sdc.recovery import Backoff
-from tests.dataset.producers import OUTPUTS, Broken, Killer, Liar, Once, at_row, expected, made, some_fail
+from tests.dataset.producers import (
+    ODD,
+    OUTPUTS,
+    Broken,
+    Killer,
+    Liar,
+    Odd,
+    Once,
+    at_row,
+    expected,
+    made,
+    some_fail,
+)
 
 N = 120
 
@@ -73,6 +88,28 @@ def test_every_sample_is_there_or_accounted_for(
         assert whole["score"][k] == sample["score"]
     assert verify_dataset(tmp_path / "a") == N / 8
     assert f"{N}/{N} samples" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_one_odd_sample_is_missing_and_no_other(cluster4: Client, tmp_path: Path, what: str) -> None:
+    data, report = generate_dataset(
+        cluster4,
+        np.arange(12.0)[:, None],
+        Odd(what),
+        tmp_path / "a",
+        outputs={"x": Output("f8")},
+        batch_size=4,
+    )
+    assert list(report.reasons) == [5] and ODD[what] in report.reasons[5]
+    assert (report.missing, report.redone) == (1, 0)
+    assert data["reason"].values[5] == report.reasons[5]
+    assert data["x"].values.tolist() == [0.0 if k == 5 else k + 1 for k in range(12)]
+    assert verify_dataset(tmp_path / "a") == 3
+
+
+def test_inputs_that_cannot_be_sent_are_named(cluster4: Client, tmp_path: Path) -> None:
+    with pytest.raises(InputTypeError, match="inputs: expected what can be sent to workers"):
+        generate_dataset(cluster4, [threading.Lock()], made, tmp_path / "a", outputs=OUTPUTS)
 
 
 def inputs_of(kind: str, folder: Path) -> Any:
@@ -343,7 +380,12 @@ def test_another_job_is_refused(cluster4: Client, tmp_path: Path) -> None:
         ({"on_missing": "cry"}, InputError, "on_missing: expected one of"),
         ({"audit_rate": 1.5}, InputError, "audit_rate"),
         ({"timeout": 0}, InputError, "timeout"),
+        ({"timeout": "5 s"}, InputError, "timeout: expected seconds"),
+        ({"produce": partial(made, threading.Lock())}, InputTypeError, "produce: expected what can be sent"),
+        ({"inputs": pd.DataFrame({"a": [1]})}, InputTypeError, "inputs: expected rows"),
         ({"store": 3}, InputTypeError, "store: expected a path"),
+        ({"store": __file__}, InputError, "store: expected a place to write to"),
+        ({"store": Path(__file__).parent}, InputError, "store: expected a place to write to"),
         ({"store": zarr.storage.MemoryStore()}, InputError, "memory of this process"),
         ({"resume": True, "overwrite": True}, InputError, "resume or overwrite"),
     ],
