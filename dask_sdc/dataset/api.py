@@ -28,7 +28,8 @@ from dask_sdc.dataset.work import Job
 from dask_sdc.evidence.ledger import Ledger
 from dask_sdc.exceptions import CheckpointError, InputError, InputTypeError, MissingSamples
 from dask_sdc.inference.pipeline import Pipeline
-from dask_sdc.policy.sampling import CoverageSampler, check_rate
+from dask_sdc.inference.pipeline.base import check_int
+from dask_sdc.policy.sampling import CoverageSampler
 from dask_sdc.recovery import Backoff, GenerationRecoveryGuard
 
 __all__ = ["GeneratedDataset", "generate_dataset"]
@@ -178,9 +179,8 @@ def generate_dataset(
     elif not callable(produce):
         raise InputTypeError(f"produce: expected a callable, got {type(produce).__name__}")
     declared = check_outputs(outputs)
-    for name, value, least in (("batch_size", batch_size, 1), ("max_retries", max_retries, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{name}: expected an int of at least {least}, got {value!r}")
+    check_int("batch_size", batch_size, 1)
+    check_int("max_retries", max_retries, 0)
     if on_missing not in _ON_MISSING:
         raise InputError(f"on_missing: expected one of {_ON_MISSING}, got {on_missing!r}")
     if timeout is not None and (
@@ -203,7 +203,7 @@ def generate_dataset(
             None,
         ),
         version,
-        CoverageSampler(check_rate(audit_rate), audit_seed),
+        CoverageSampler(audit_rate, audit_seed),
         quarantine,
         max_retries,
         timeout,

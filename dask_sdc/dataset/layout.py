@@ -134,8 +134,8 @@ class Layout:
         return arrays
 
     @classmethod
-    def of(cls, group: zarr.Group) -> tuple[Layout, dict[str, Any]]:
-        """Return the layout that a group was made with, and the job, after a check of its metadata.
+    def of(cls, group: zarr.Group) -> tuple[Layout, dict[str, Any], Arrays]:
+        """Return the layout that a group was made with, the job, and the arrays, their metadata checked.
 
         Raises
         ------
@@ -158,10 +158,11 @@ class Layout:
             name: Output(**{**one, "shape": tuple(one["shape"])}) for name, one in job["outputs"].items()
         }
         layout = cls(outputs, job["samples"], job["batch_size"])
-        for name, array in layout.arrays(group).items():
+        arrays = layout.arrays(group)
+        for name, array in arrays.items():
             if _metadata_digest(array) != found["arrays"].get(name):
                 raise CorruptionError(f"{name}: metadata are damaged: they do not have their sha256")
-        return layout, job
+        return layout, job, arrays
 
     @staticmethod
     def unfinished(group: zarr.Group) -> bool | None:
@@ -273,11 +274,21 @@ class Layout:
     def vouched(self, arrays: Arrays, batch: int) -> bool:
         """Say whether a batch is there and proved, whole; a damaged one is not."""
         try:
-            sums = self.checksums(arrays, batch)
-            for name, digest in sums.items():
-                self._proved(arrays, name, batch, digest)
+            return self.prove(arrays, batch)
         except CorruptionError:
             return False
+
+    def prove(self, arrays: Arrays, batch: int) -> bool:
+        """Prove every array of a batch; return whether anybody vouches for it.
+
+        Raises
+        ------
+        CorruptionError
+            If one is damaged, naming it and the samples.
+        """
+        sums = self.checksums(arrays, batch)
+        for name, digest in sums.items():
+            self._proved(arrays, name, batch, digest)
         return bool(sums)
 
     def read(self, arrays: Arrays, name: str, batch: int) -> Array:

@@ -20,6 +20,7 @@ from zarr.storage import MemoryStore
 from dask_sdc.dataset.layout import Arrays, Layout
 from dask_sdc.dataset.outputs import Array
 from dask_sdc.exceptions import CheckpointError, CorruptionError, InputError, InputTypeError
+from dask_sdc.inference.pipeline.base import check_int
 from dask_sdc.recovery import METADATA_KEY, RecoveryMetadata
 
 __all__ = ["batches", "location", "open_dataset", "opened", "there", "verify_dataset"]
@@ -92,8 +93,7 @@ def opened(store: Any, mode: Literal["r", "r+"] = "r") -> tuple[Layout, dict[str
         raise
     except Exception as error:  # whatever a changed byte makes of it
         raise _damaged(error) from error
-    layout, job = Layout.of(group)
-    return layout, job, layout.arrays(group)
+    return Layout.of(group)
 
 
 def open_dataset(store: Any) -> xr.Dataset:
@@ -115,7 +115,10 @@ def open_dataset(store: Any) -> xr.Dataset:
     CheckpointError, CorruptionError
         See `opened`. Computing raises CorruptionError if a chunk is damaged, naming array and samples.
     """
-    layout, job, arrays = opened(store)
+    return _lazily(*opened(store))
+
+
+def _lazily(layout: Layout, job: dict[str, Any], arrays: Arrays) -> xr.Dataset:
     read = partial(_read, layout, arrays)
     variables = {spec.name: (spec.dims, _lazy(read, layout, spec.name)) for spec in layout.specs.values()}
     coords = {"sample": np.arange(layout.samples)}
@@ -152,13 +155,7 @@ def verify_dataset(store: Any) -> int:
         If anything is damaged, naming the array and the samples.
     """
     layout, _, arrays = opened(store)
-    there = 0
-    for batch in range(layout.batches):
-        if layout.checksums(arrays, batch):
-            for name in layout.specs:
-                layout.read(arrays, name, batch)
-            there += 1
-    return there
+    return sum(layout.prove(arrays, batch) for batch in range(layout.batches))
 
 
 def batches(store: Any, size: int) -> Iterator[dict[str, Any]]:
@@ -183,10 +180,9 @@ def batches(store: Any, size: int) -> Iterator[dict[str, Any]]:
     CorruptionError
         See `open_dataset`.
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise InputError(f"size: expected an int of at least 1, got {size!r}")
-    data = open_dataset(store)
-    layout = opened(store)[0]
+    check_int("size", size, 1)
+    layout, job, arrays = opened(store)
+    data = _lazily(layout, job, arrays)
     for begin in range(0, layout.samples, size):
         numbers = np.arange(begin, min(layout.samples, begin + size))
         valid = data["valid"].isel(sample=numbers).to_numpy()
