@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import dask
 import pytest
 from distributed import Client, LocalCluster
+from distributed.client import _get_global_client
 from hypothesis import HealthCheck, settings
 
 # A shared machine makes single examples slow at random, hence no deadline; the test's own timeout
@@ -59,6 +61,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and (reason := gpu_missing()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def dask_default_left_alone() -> Iterator[None]:
+    """Let no test leave Dask's default scheduler behind, which breaks what others compute without a client.
+
+    A default client that is closed twice, or not in reverse order of opening, does.
+    """
+    yield
+    left = dask.config.get("scheduler", None) if _get_global_client() is None else None
+    if left is not None:
+        dask.config.config.pop("scheduler")
+        pytest.fail(f"expected no default scheduler of Dask after the test, got {left}")
 
 
 @pytest.fixture(scope="session")

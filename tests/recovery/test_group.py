@@ -627,7 +627,8 @@ def test_workers_in_the_clients_process() -> None:
         assert client.gather(client.map(sums, group.ranks, rounds=3)) == [expected(4, 3)] * 4
 
 
-def test_a_closed_client_opens_no_group(cluster4: Client) -> None:
-    cluster4.close()
+def test_a_closed_client_opens_no_group(shared_cluster4: str) -> None:
+    client = Client(shared_cluster4, set_as_default=False)
+    client.close()
     with pytest.raises((ClosedError, RuntimeError)):
-        RankGroup(cluster4, 2)
+        RankGroup(client, 2)
