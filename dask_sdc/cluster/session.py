@@ -15,7 +15,7 @@ from typing import Any, cast
 import cloudpickle
 import dask
 from dask.utils import parse_bytes
-from distributed import Client, Future, Worker
+from distributed import Client, Future, Worker, WorkerPlugin
 from distributed.comm.addressing import get_address_host
 from distributed.worker import get_data_from_worker
 
@@ -23,7 +23,15 @@ from dask_sdc.cluster.scheduler_plugin import SDCSchedulerPlugin
 from dask_sdc.cluster.worker_plugin import SDCWorkerPlugin, identify, run_batch
 from dask_sdc.evidence.codec import Limits, encode
 from dask_sdc.evidence.seal import SealedBatch, open_batch
-from dask_sdc.exceptions import ClosedError, CodecError, EncodeError, InputError, LimitExceeded, NoDomainError
+from dask_sdc.exceptions import (
+    ClosedError,
+    ClusterError,
+    CodecError,
+    EncodeError,
+    InputError,
+    LimitExceeded,
+    NoDomainError,
+)
 from dask_sdc.graph.audited import Planned
 from dask_sdc.graph.execute import Assignment, BatchContext, Blob, ShardExecutor, accepted_columns
 from dask_sdc.graph.layers import BatchTask, batch_graph
@@ -187,7 +195,7 @@ class Session:
         InputError
             If the cluster already audits with another kind of failure domain.
         """
-        await self._connected()
+        await _connected(self.client)
         identities = await self._identities()
         chosen, note = choose_kind(identities) if self.kind == "auto" else (self.kind, "")
         await self.client.register_plugin(SDCSchedulerPlugin(chosen, self._wanted_lanes))
@@ -200,24 +208,24 @@ class Session:
                 f"already audits with, got domain={self.kind!r}"
             )
         self.note = note if state["kind"] == chosen else f"domains are {state['kind']}s, as set up before"
-        await self.client.register_plugin(SDCWorkerPlugin(self._custom, self._pin_cores))
+        await register(self.client, SDCWorkerPlugin(self._custom, self._pin_cores))
         self._learn(await self._scheduler.sdc_attach(topic=self.topic, client=self.client.id))
-
-    async def _connected(self) -> None:
-        """Wait for a client that has lost its scheduler: it finds it again, or gives up by itself."""
-        while self.client.status == "connecting":
-            await asyncio.sleep(_LOOK)
-        if self.client.status != "running":
-            raise ClosedError(f"expected a running client, got one that is {self.client.status}")
 
     async def _identities(self) -> list[Identity]:
         def ask(dask_worker: Worker, custom: bytes | None) -> Identity:
             return identify(dask_worker, custom)
 
-        found = await self.client.run(ask, custom=self._custom)
+        answers = await self.client.run(ask, custom=self._custom, on_error="return")
+        found = []
+        for answer in answers.values():
+            if isinstance(answer, OSError):
+                continue  # it has just left
+            if isinstance(answer, Exception):
+                raise answer
+            found.append(answer)
         if not found:
             raise NoDomainError("expected a cluster with workers, got one without any")
-        return list(found.values())
+        return found
 
     def _learn(self, state: Mapping[str, Any]) -> None:
         self.quarantined = dict(state["quarantined"])
@@ -538,6 +546,37 @@ class Session:
             return open_batch(frame, self.limits)
         except (OSError, CodecError):
             return None
+
+
+async def _connected(client: Client) -> None:
+    """Wait for a client that has lost its scheduler: it finds it again, or gives up by itself."""
+    while client.status == "connecting":
+        await asyncio.sleep(_LOOK)
+    if client.status != "running":
+        raise ClosedError(f"expected a running client, got one that is {client.status}")
+
+
+async def register(client: Client, plugin: WorkerPlugin) -> None:
+    """Register a plugin on all workers, of which some may be leaving.
+
+    Raises
+    ------
+    ClosedError
+        If the client is closed.
+    ClusterError
+        If workers that the scheduler has cannot be reached.
+    """
+    deadline = time.monotonic() + _SETTLE
+    while True:
+        try:
+            await client.register_plugin(plugin)
+        except OSError as error:
+            await _connected(client)
+            if time.monotonic() > deadline:
+                raise ClusterError(f"expected workers that can be reached, got {error}") from error
+            await asyncio.sleep(_LOOK)  # until the scheduler has noticed that one has left
+        else:
+            return
 
 
 def _mean_rows(work: Work) -> float:

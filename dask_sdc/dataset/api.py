@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import cloudpickle
 import dask
 import numpy as np
 import xarray as xr
@@ -18,17 +17,18 @@ from zarr.errors import ContainsArrayError
 
 from dask_sdc.cluster.session import Session
 from dask_sdc.dataset.inputs import Inputs, inputs_of
-from dask_sdc.dataset.job import DatasetJob
+from dask_sdc.dataset.job import DatasetJob, Rules, expect_open
 from dask_sdc.dataset.layout import Arrays, Layout
 from dask_sdc.dataset.outputs import Output, check_outputs
-from dask_sdc.dataset.reading import location, open_dataset, opened, there
+from dask_sdc.dataset.reading import open_dataset, opened, swept, there, writable
 from dask_sdc.dataset.report import DatasetReport, Progress, to_json
 from dask_sdc.dataset.staged import PipelineJob, Produce
 from dask_sdc.dataset.work import Job
 from dask_sdc.evidence.ledger import Ledger
 from dask_sdc.exceptions import CheckpointError, InputError, InputTypeError, MissingSamples
+from dask_sdc.graph.execute import Blob
 from dask_sdc.inference.pipeline import Pipeline
-from dask_sdc.inference.pipeline.base import check_int
+from dask_sdc.inference.pipeline.base import check_int, check_number
 from dask_sdc.policy.sampling import CoverageSampler
 from dask_sdc.recovery import Backoff, GenerationRecoveryGuard
 
@@ -179,13 +179,11 @@ def generate_dataset(
     elif not callable(produce):
         raise InputTypeError(f"produce: expected a callable, got {type(produce).__name__}")
     declared = check_outputs(outputs)
-    check_int("batch_size", batch_size, 1)
-    check_int("max_retries", max_retries, 0)
+    batch_size = check_int("batch_size", batch_size, 1)
+    max_retries = check_int("max_retries", max_retries, 0)
     if on_missing not in _ON_MISSING:
         raise InputError(f"on_missing: expected one of {_ON_MISSING}, got {on_missing!r}")
-    if timeout is not None and (
-        isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0
-    ):
+    if timeout is not None and check_number("timeout", timeout) == 0:
         raise InputError(f"timeout: expected seconds > 0, got {timeout!r}")
     if resume and overwrite:
         raise InputError("expected resume or overwrite, got both")
@@ -198,15 +196,12 @@ def generate_dataset(
             declared,
             -1,
             batch_size,
-            location(store),
+            writable(store),
             GenerationRecoveryGuard(retries, max_consecutive_failures, retry_on=retry_on, backoff=backoff),
             None,
         ),
         version,
-        CoverageSampler(audit_rate, audit_seed),
-        quarantine,
-        max_retries,
-        timeout,
+        Rules(CoverageSampler(audit_rate, audit_seed), quarantine, max_retries, timeout),
         ledger,
         progress,
     )
@@ -222,35 +217,39 @@ class _Making:
         pipeline: Pipeline | None,
         job: Job,
         version: str,
-        sampler: CoverageSampler,
-        quarantine: bool,
-        max_retries: int,
-        timeout: float | None,
+        rules: Rules,
         ledger: Any,
         progress: bool,
     ) -> None:
         self._client, self._pipeline, self._job, self._version = client, pipeline, job, version
-        self._sampler, self._quarantine, self._max_retries = sampler, quarantine, max_retries
-        self._timeout, self._ledger, self._shown = timeout, ledger, progress
+        self._rules, self._ledger, self._shown = rules, ledger, progress
 
-    async def run(
+    async def run(self, *arguments: Any) -> GeneratedDataset:
+        """Make it, unless the client is closed in the middle."""
+        try:
+            return await self._run(*arguments)
+        except asyncio.CancelledError:
+            expect_open(self._client)  # whose loop takes along whatever runs on it
+            raise
+
+    async def _run(
         self, given: Any, dim: str | None, resume: bool, overwrite: bool, on_missing: str
     ) -> GeneratedDataset:
         """Prepare the store, make what is to be made, and open it."""
         began = time.monotonic()
         inputs = await inputs_of(self._client, given, dim)
         self._job = job = self._job.of(inputs.count, inputs.dim)
-        blob = b"" if self._pipeline is not None else _pickled(job)
-        layout, arrays = await asyncio.to_thread(self._prepared, resume, overwrite)
-        proofs = [asyncio.to_thread(layout.vouched, arrays, batch) for batch in range(layout.batches)]
-        ready = await asyncio.gather(*proofs)
-        todo = [batch for batch, whole in enumerate(ready) if not whole]
+        blob = None if self._pipeline is not None else _pickled(job)
+        layout, arrays, new = await asyncio.to_thread(self._prepared, resume, overwrite)
+        kept = set() if new else await _vouched(layout, arrays)
+        todo = [batch for batch in range(layout.batches) if batch not in kept]
         report = DatasetReport(inputs.count)
-        report.kept = sum(len(layout.samples_of(batch)) for batch, whole in enumerate(ready) if whole)
+        report.kept = sum(len(layout.samples_of(batch)) for batch in kept)
         if on_missing == "generate":
             ledger = None if self._ledger is None else Ledger(self._ledger)
             try:
                 await self._make(job, blob, inputs, layout, arrays, todo, report, ledger)
+                await asyncio.to_thread(swept, job.store)
                 report.seconds = time.monotonic() - began
                 if ledger is not None:
                     ledger.append("dataset", to_json(report))
@@ -263,16 +262,16 @@ class _Making:
         report.seconds = time.monotonic() - began
         return GeneratedDataset(await asyncio.to_thread(open_dataset, job.store), report)
 
-    def _prepared(self, resume: bool, overwrite: bool) -> tuple[Layout, Arrays]:
-        """Create the dataset, or open the one that is there, which has to be of the same job."""
+    def _prepared(self, resume: bool, overwrite: bool) -> tuple[Layout, Arrays, bool]:
+        """Create the dataset, or open the one that is there, of the same job; say whether it is new."""
         job, unfinished = self._job, there(self._job.store)
         if unfinished is None:
-            return job.layout, self._created()
+            return job.layout, self._created(), True
         if resume and not unfinished:
             layout, before, arrays = opened(job.store, "r+")
-            return layout, _same(before, self._description(), arrays)
+            return layout, _same(before, self._description(), arrays), False
         if resume or overwrite:
-            return job.layout, self._created(overwrite=True)
+            return job.layout, self._created(overwrite=True), True
         raise InputError(f"store: expected nothing at {job.store} without resume or overwrite, got a dataset")
 
     def _created(self, overwrite: bool = False) -> Arrays:
@@ -296,7 +295,7 @@ class _Making:
     async def _make(
         self,
         job: Job,
-        blob: bytes,
+        blob: Blob | None,
         inputs: Inputs,
         layout: Layout,
         arrays: Arrays,
@@ -307,7 +306,8 @@ class _Making:
         progress = Progress(inputs.count, self._shown)
         progress.begin(report.kept)
         try:
-            if self._pipeline is not None:
+            if blob is None:
+                assert self._pipeline is not None
                 await PipelineJob(self._pipeline, job, arrays, inputs, report, progress).run(todo)
             else:
                 await self._on_workers(blob, inputs, layout, arrays, todo, report, progress, ledger)
@@ -316,7 +316,7 @@ class _Making:
 
     async def _on_workers(
         self,
-        blob: bytes,
+        blob: Blob,
         inputs: Inputs,
         layout: Layout,
         arrays: Arrays,
@@ -336,10 +336,7 @@ class _Making:
             inputs,
             report,
             progress,
-            self._sampler,
-            self._quarantine,
-            self._max_retries,
-            self._timeout,
+            self._rules,
             ledger,
         )
         try:
@@ -349,14 +346,19 @@ class _Making:
             await session.detach()
 
 
-def _pickled(job: Job) -> bytes:
+async def _vouched(layout: Layout, arrays: Arrays) -> set[int]:
+    numbers = range(layout.batches)
+    proved = await asyncio.gather(*(asyncio.to_thread(layout.vouched, arrays, batch) for batch in numbers))
+    return {batch for batch, whole in zip(numbers, proved, strict=True) if whole}
+
+
+def _pickled(job: Job) -> Blob:
     try:
-        blob: bytes = cloudpickle.dumps(job)
+        return Blob.of(job)
     except Exception as error:  # whatever something in it says of being pickled
         raise InputTypeError(
             f"produce: expected what can be sent to workers, as retry_on and store too, got {error}"
         ) from error
-    return blob
 
 
 def _same(before: Mapping[str, Any], now: Mapping[str, Any], arrays: Arrays) -> Arrays:

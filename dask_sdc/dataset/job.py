@@ -19,13 +19,14 @@ from dask_sdc.dataset.layout import Arrays, Layout
 from dask_sdc.dataset.report import DatasetReport, Progress, counted
 from dask_sdc.dataset.work import Made, lose_batch, make_batch
 from dask_sdc.evidence.ledger import Ledger
-from dask_sdc.exceptions import GenerationFailed, InputTypeError, NoDomainError
+from dask_sdc.exceptions import ClosedError, GenerationFailed, InputTypeError, NoDomainError
+from dask_sdc.graph.execute import Blob
 from dask_sdc.policy.domains import restrictions
 from dask_sdc.policy.messages import DomainLost, Place
 from dask_sdc.policy.sampling import CoverageSampler
 from dask_sdc.policy.verdict import Closeness, Decision, Outcome, Status, Voice, decide
 
-__all__ = ["DatasetJob"]
+__all__ = ["DatasetJob", "Rules", "expect_open"]
 
 logger = logging.getLogger("dask_sdc.dataset")
 
@@ -57,6 +58,28 @@ class _Order:
     lost: str = ""  # why nobody is to try it any more
 
 
+@dataclass(frozen=True)
+class Rules:
+    """How many batches are audited and tried again.
+
+    Parameters
+    ----------
+    sampler : CoverageSampler
+        Draws the batches that are made twice.
+    quarantine : bool
+        Whether domains that were named are taken out of service.
+    max_retries : int
+        How often a batch may be lost or fail.
+    timeout : float or None
+        Seconds that a batch may take; None is any.
+    """
+
+    sampler: CoverageSampler
+    quarantine: bool
+    max_retries: int
+    timeout: float | None
+
+
 class DatasetJob:
     """Makes the batches of a dataset on a cluster.
 
@@ -66,7 +89,7 @@ class DatasetJob:
         The cluster.
     session : Session
         Attached to it; knows the failure domains.
-    blob : bytes
+    job : Blob
         The pickled `Job`.
     layout : Layout
         Of the dataset.
@@ -78,14 +101,8 @@ class DatasetJob:
         Filled in.
     progress : Progress
         Told of every batch.
-    sampler : CoverageSampler
-        Draws the batches that are made twice.
-    quarantine : bool
-        Whether domains that were named are taken out of service.
-    max_retries : int
-        How often a batch may be lost or fail.
-    timeout : float or None
-        Seconds that a batch may take; None is any.
+    rules : Rules
+        How many are audited and tried again.
     ledger : Ledger or None
         Where receipts go.
     """
@@ -94,23 +111,19 @@ class DatasetJob:
         self,
         client: Client,
         session: Session,
-        blob: bytes,
+        job: Blob,
         layout: Layout,
         arrays: Arrays,
         inputs: Inputs,
         report: DatasetReport,
         progress: Progress,
-        sampler: CoverageSampler,
-        quarantine: bool,
-        max_retries: int,
-        timeout: float | None,
+        rules: Rules,
         ledger: Ledger | None,
     ) -> None:
-        self._client, self._session, self._blob = client, session, blob
+        self._client, self._session, self._job = client, session, job
         self._layout, self._arrays, self._inputs = layout, arrays, inputs
-        self._report, self._progress, self._sampler = report, progress, sampler
-        self._quarantine, self._max_retries, self._timeout = quarantine, max_retries, timeout
-        self._ledger = ledger
+        self._report, self._progress = report, progress
+        self._rules, self._ledger = rules, ledger
         self._queue: deque[_Order] = deque()
         self._running: dict[asyncio.Task[Made], _Order] = {}
         self._load: Counter[str] = Counter()
@@ -134,13 +147,18 @@ class DatasetJob:
             If a rank had too many failures in a row, or a batch fails for a reason of its own.
         NoDomainError
             If no worker is left.
+        ClosedError
+            If the client is closed in the middle.
         """
         self._queue.extend(_Order(batch) for batch in batches)
+        # A task, that Dask repeats if its result is lost: every worker fetches the job once.
+        self._blob = self._client.submit(bytes, self._job.data, key=f"sdc-dataset-job-{self._session.topic}")
         news = asyncio.ensure_future(self._session.next_events(1.0))
         alone_since: float | None = None
         clock = asyncio.get_running_loop().time
         try:
             while self._queue or self._running:
+                expect_open(self._client)
                 await self._give_up_unreachable()
                 self._fill()
                 if self._running:
@@ -163,6 +181,7 @@ class DatasetJob:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(news, *self._running, return_exceptions=True)
+            self._blob.release()
 
     def _places(self) -> list[Place]:
         return [place for place in self._session.places() if place.domain not in self._session.quarantined]
@@ -206,13 +225,14 @@ class DatasetJob:
         self._serial += 1
         key = f"sdc-dataset-{order.role}-{order.batch}-{self._serial}-{self._session.topic}"
         options = {"key": key, "resources": restrictions(domain), "pure": False, "retries": 0}
+        job = (self._blob, self._job.digest)
         if order.lost:
-            future = self._client.submit(lose_batch, self._blob, order.batch, order.lost, **options)
+            future = self._client.submit(lose_batch, *job, order.batch, order.lost, **options)
         else:
             given = self._inputs.batch(self._client, self._layout.samples_of(order.batch))
             writes = order.role == "primary"
             try:
-                future = self._client.submit(make_batch, self._blob, order.batch, given, writes, **options)
+                future = self._client.submit(make_batch, *job, order.batch, given, writes, **options)
             except TypeError as error:
                 raise InputTypeError(
                     f"inputs: expected what can be sent to workers, got {error} for batch {order.batch}"
@@ -223,13 +243,13 @@ class DatasetJob:
 
     async def _collect(self, future: Any, domain: str) -> Made:
         try:
-            await asyncio.wait_for(future.exception(), self._timeout)
+            await asyncio.wait_for(future.exception(), self._rules.timeout)
             # Shielded: a client gathers results together, and one that is cancelled takes all along.
             gathered = asyncio.ensure_future(_result(future))
             gathered.add_done_callback(_noticed)
             frame = await asyncio.shield(gathered)
         except TimeoutError:
-            await self._session.evict(domain, f"no batch within {self._timeout:g} s")
+            await self._session.evict(domain, f"no batch within {self._rules.timeout:g} s")
             raise
         finally:
             self._load[domain] -= 1
@@ -257,6 +277,7 @@ class DatasetJob:
 
     def _failed(self, order: _Order, why: str, error: BaseException | None) -> None:
         """Have a batch made elsewhere; give it up if it takes its worker along every time."""
+        expect_open(self._client)
         batch = order.batch
         if error is None and batch not in self._alone:
             self._alone.add(batch)
@@ -264,7 +285,7 @@ class DatasetJob:
             self._attempts[batch] += 1
         self._avoid.setdefault(batch, set()).add(order.domain or "")
         logger.warning("Batch %d was lost: %s", batch, why)
-        if self._attempts[batch] <= self._max_retries:
+        if self._attempts[batch] <= self._rules.max_retries:
             self._again([batch])
         elif error is None and not order.lost:
             message = f"its batch was lost {self._attempts[batch]} times, the last time as {why}"
@@ -294,7 +315,7 @@ class DatasetJob:
         counted(self._report.ranks, made.domain, made.failures, made.seconds)
         self._report.retried += made.retries
         self._tell()
-        if self._sampler.draw(made.domain, (made.batch,)):
+        if self._rules.sampler.draw(made.domain, (made.batch,)):
             case = self._cases[made.batch] = _Case(made.batch, made)
             await self._ask(case, "audit", self._other(made.domain, {made.domain}))
 
@@ -343,7 +364,7 @@ class DatasetJob:
             self._clean.add(case.batch)
             self._report.audited += sum(1 for digest in case.primary.digests if digest)
         elif decision.outcome is Outcome.SKIPPED:
-            self._sampler.refund(case.primary.domain)
+            self._rules.sampler.refund(case.primary.domain)
             skipped = self._report.skipped_audits
             skipped[decision.reason] = skipped.get(decision.reason, 0) + 1
         else:
@@ -367,7 +388,7 @@ class DatasetJob:
         for domain in decision.suspects:
             why = f"batch {case.batch} of a dataset: wrong samples"
             status = "disabled"
-            if self._quarantine:
+            if self._rules.quarantine:
                 failure = await self._session.quarantine(domain, why)
                 status = "deferred:refused" if failure else "committed"
                 if not failure:
@@ -405,6 +426,14 @@ class DatasetJob:
             first = self._layout.samples_of(batch).start
             self._report.failures += made.failures
             self._report.reasons |= {first + k: why for k, why in enumerate(made.reasons) if why}
+
+
+def expect_open(client: Client) -> None:
+    """Refuse to go on with a client that was closed in the middle."""
+    if client.status in ("closing", "closed"):
+        raise ClosedError(
+            f"expected a running client until the dataset is there, got one that is {client.status}"
+        )
 
 
 async def _result(future: Any) -> bytes:

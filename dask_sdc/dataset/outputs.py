@@ -67,14 +67,14 @@ class Output:
             raise InputTypeError(f"dtype: expected numbers, got {dtype}")
         shape = tuple(self.shape)
         whole = shape[1:] if self.variable else shape
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in whole):
+        if not all(map(_counts, whole)):
             raise InputError(f"shape: expected ints of at least 1, the first perhaps None, got {shape}")
         if self.variable != (self.max_length is not None):
             raise InputError(
                 f"max_length: expected one where a length is None, got {self.max_length} for {shape}"
             )
-        if self.max_length is not None and (isinstance(self.max_length, bool) or self.max_length < 1):
-            raise InputError(f"max_length: expected an int of at least 1, got {self.max_length}")
+        if self.max_length is not None and not _counts(self.max_length):
+            raise InputError(f"max_length: expected an int of at least 1, got {self.max_length!r}")
         if self.layout not in ("padded", "ragged") or (self.layout == "ragged" and not self.variable):
             raise InputError(
                 f"layout: expected 'padded', or 'ragged' for a variable length, got {self.layout!r}"
@@ -82,7 +82,8 @@ class Output:
         if self.like is not None and not self.variable:
             raise InputError(f"like: expected a variable length to go with {self.like!r}, got shape {shape}")
         object.__setattr__(self, "dtype", dtype)
-        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "shape", tuple(None if n is None else int(n) for n in shape))
+        object.__setattr__(self, "max_length", None if self.max_length is None else int(self.max_length))
 
     @property
     def variable(self) -> bool:
@@ -98,6 +99,10 @@ class Output:
     def to_dict(self) -> dict[str, Any]:
         """Return it with JSON-compatible values."""
         return {**vars(self), "dtype": self.dtype.str, "shape": list(self.shape)}
+
+
+def _counts(n: Any) -> bool:
+    return isinstance(n, int | np.integer) and not isinstance(n, bool) and bool(n >= 1)
 
 
 def check_outputs(outputs: Any) -> dict[str, Output]:

@@ -13,9 +13,10 @@ import numpy as np
 import xarray as xr
 import zarr
 from dask.delayed import delayed
+from fsspec import get_filesystem_class  # type: ignore[import-untyped]
 from zarr.abc.store import Store
 from zarr.errors import ContainsArrayError
-from zarr.storage import MemoryStore
+from zarr.storage import LocalStore, MemoryStore, ZipStore
 
 from dask_sdc.dataset.layout import Arrays, Layout
 from dask_sdc.dataset.outputs import Array
@@ -23,7 +24,9 @@ from dask_sdc.exceptions import CheckpointError, CorruptionError, InputError, In
 from dask_sdc.inference.pipeline.base import check_int
 from dask_sdc.recovery import METADATA_KEY, RecoveryMetadata
 
-__all__ = ["batches", "location", "open_dataset", "opened", "there", "verify_dataset"]
+__all__ = ["batches", "location", "open_dataset", "opened", "swept", "there", "verify_dataset", "writable"]
+
+_ELSEWHERE = "expected one that all workers reach, got one in the memory of this process"
 
 
 def location(store: Any) -> Any:
@@ -38,12 +41,41 @@ def location(store: Any) -> Any:
     """
     if isinstance(store, str | os.PathLike):
         text = os.fspath(store)
-        return text if "://" in text else str(Path(text).absolute())
+        return _url(text) if "://" in text else str(Path(text).absolute())
     if not isinstance(store, Store):
         raise InputTypeError(f"store: expected a path, a URL or a Zarr store, got {type(store).__name__}")
     if isinstance(store, MemoryStore):
-        raise InputError("store: expected one that all workers reach, got one in the memory of this process")
+        raise InputError(f"store: {_ELSEWHERE}")
     return store
+
+
+def _url(url: str) -> str:
+    protocol = url.partition("://")[0]
+    if protocol == "memory":
+        raise InputError(f"store: {_ELSEWHERE}")
+    try:
+        get_filesystem_class(protocol)
+    except (ValueError, ImportError) as error:
+        raise InputError(f"store: expected a URL of a known protocol, got {url}: {error}") from error
+    return url
+
+
+def writable(store: Any) -> Any:
+    """Return the `location` of a store to which several processes can write.
+
+    Raises
+    ------
+    InputError
+        If it cannot be written to, or by one process only.
+    """
+    found = location(store)
+    if isinstance(found, ZipStore):
+        raise InputError("store: expected one that several workers can write to, got a ZipStore")
+    if isinstance(found, Store) and found.read_only:
+        raise InputError(
+            f"store: expected one that can be written to, got a read-only {type(found).__name__}"
+        )
+    return found
 
 
 def there(store: Any) -> bool | None:
@@ -94,6 +126,14 @@ def opened(store: Any, mode: Literal["r", "r+"] = "r") -> tuple[Layout, dict[str
     except Exception as error:  # whatever a changed byte makes of it
         raise _damaged(error) from error
     return Layout.of(group)
+
+
+def swept(store: Any) -> None:
+    """Remove what writers that were killed in the middle left beside the chunks of a local dataset."""
+    root = store.root if isinstance(store, LocalStore) else store
+    if isinstance(root, str | Path) and "://" not in str(root):
+        for leftover in Path(root).rglob("*.partial"):
+            leftover.unlink(missing_ok=True)
 
 
 def open_dataset(store: Any) -> xr.Dataset:
@@ -180,7 +220,7 @@ def batches(store: Any, size: int) -> Iterator[dict[str, Any]]:
     CorruptionError
         See `open_dataset`.
     """
-    check_int("size", size, 1)
+    size = check_int("size", size, 1)
     layout, job, arrays = opened(store)
     data = _lazily(layout, job, arrays)
     for begin in range(0, layout.samples, size):

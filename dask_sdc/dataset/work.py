@@ -19,7 +19,8 @@ from dask_sdc.cluster.worker_plugin import NAME
 from dask_sdc.dataset.inputs import one_of
 from dask_sdc.dataset.layout import Arrays, Layout, checksum
 from dask_sdc.dataset.outputs import Output, Sample, checked_sample
-from dask_sdc.evidence.codec import decode, encode
+from dask_sdc.evidence.codec import decode, digest, encode
+from dask_sdc.exceptions import CorruptionError
 from dask_sdc.recovery import GenerationRecoveryGuard, RecoveryMetadata, SampleUnavailable
 
 __all__ = ["Job", "Made", "Rank", "lose_batch", "make_batch", "make_samples"]
@@ -166,15 +167,16 @@ class Rank:
         )
 
 
-_RANKS: OrderedDict[str, Rank] = OrderedDict()
+_RANKS: OrderedDict[bytes, Rank] = OrderedDict()
 _LOCK = threading.Lock()
 
 
-def _rank_of(blob: bytes) -> Rank:
+def _rank_of(blob: bytes, key: bytes) -> Rank:
     """Return what this process keeps of a job; the threads of a worker are one rank."""
-    key = hashlib.sha256(blob).hexdigest()
     with _LOCK:
         if key not in _RANKS:
+            if digest(blob) != key:
+                raise CorruptionError("the job of a dataset has changed on its way to this worker")
             _RANKS[key] = Rank(cloudpickle.loads(blob))
             while len(_RANKS) > _REMEMBERED:
                 _RANKS.popitem(last=False)
@@ -205,13 +207,13 @@ def make_samples(
     return made, attempts - len(made)
 
 
-def make_batch(blob: bytes, batch: int, inputs: Any, writes: bool) -> bytes:
+def make_batch(blob: bytes, key: bytes, batch: int, inputs: Any, writes: bool) -> bytes:
     """Make a batch and write it; the task that runs on a worker.
 
     Parameters
     ----------
-    blob : bytes
-        The pickled `Job`.
+    blob, key : bytes
+        The pickled `Job`, and its digest.
     batch : int
         Number of the batch.
     inputs : object
@@ -223,8 +225,13 @@ def make_batch(blob: bytes, batch: int, inputs: Any, writes: bool) -> bytes:
     -------
     bytes
         A `Made`.
+
+    Raises
+    ------
+    CorruptionError
+        If the job is not what was sent.
     """
-    began, rank = time.perf_counter(), _rank_of(blob)
+    began, rank = time.perf_counter(), _rank_of(blob, key)
     numbers = rank.layout.samples_of(batch)
     given = inputs() if callable(inputs) else inputs
     # An audit counts no failures: those that its rank has to answer for are in batches of its own.
@@ -237,9 +244,9 @@ def make_batch(blob: bytes, batch: int, inputs: Any, writes: bool) -> bytes:
     return rank.finish(batch, samples, retries, writes, _where(), began).to_bytes()
 
 
-def lose_batch(blob: bytes, batch: int, why: str) -> bytes:
+def lose_batch(blob: bytes, key: bytes, batch: int, why: str) -> bytes:
     """Write a batch of which nothing could be had, since nobody came back who tried; a task."""
-    began, rank = time.perf_counter(), _rank_of(blob)
+    began, rank = time.perf_counter(), _rank_of(blob, key)
     lost = [SampleUnavailable(f"sample {n}: {why}", True) for n in rank.layout.samples_of(batch)]
     return rank.finish(batch, lost, 0, True, _where(), began).to_bytes()
 

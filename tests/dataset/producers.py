@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class Once:
     folder : path
         Where the files are.
     at : dict of int to str
-        Per number what happens: "kill" or "freeze" this worker, "raise", or "nan" in the sample.
+        Per number what happens: "kill" or "freeze" this worker, or kill it "while it writes" what it makes
+        next; "raise", "hang", or "nan" in the sample.
     """
 
     def __init__(self, folder: Path, at: dict[int, str]) -> None:
@@ -66,6 +68,11 @@ class Once:
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if what == "while it writes":
+            Path.replace = _die  # type: ignore[assignment,method-assign]
+            return found
+        if what == "hang":
+            threading.Event().wait()
         if what == "raise":
             raise OSError("the first time only")
         return {**found, "score": np.float64("nan")}
@@ -76,6 +83,22 @@ class Once:
         except FileExistsError:
             return False
         return True
+
+
+def _die(*paths: Path) -> None:
+    """Take the place of the moving of a file to where it belongs."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Large:
+    """Makes the samples of `made`, and weighs some bytes."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.weight = bytes(n_bytes)
+
+    def __call__(self, k: int) -> Any:
+        """Make a sample."""
+        return made(k)
 
 
 class Killer:

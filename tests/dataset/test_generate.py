@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,21 @@ from distributed import Client
 
 from dask_sdc.dataset import Output, generate_dataset, open_dataset, verify_dataset
 from dask_sdc.evidence.ledger import verify
-from dask_sdc.exceptions import CheckpointError, GenerationFailed, InputError, InputTypeError, MissingSamples
+from dask_sdc.exceptions import (
+    CheckpointError,
+    ClosedError,
+    GenerationFailed,
+    InputError,
+    InputTypeError,
+    MissingSamples,
+)
 from dask_sdc.recovery import Backoff
 from tests.dataset.producers import (
     ODD,
     OUTPUTS,
     Broken,
     Killer,
+    Large,
     Liar,
     Odd,
     Once,
@@ -178,7 +187,7 @@ def test_no_inputs(cluster4: Client, tmp_path: Path) -> None:
 def test_killed_workers_and_passing_faults_change_no_byte(
     fresh_cluster: Callable[[int], Client], tmp_path: Path, clean: dict[str, bytes]
 ) -> None:
-    at = {13: "kill", 77: "kill", 20: "raise", 50: "raise", 51: "nan"}
+    at = {13: "kill", 77: "kill", 100: "while it writes", 20: "raise", 50: "raise", 51: "nan"}
     _, report = generate_dataset(
         fresh_cluster(3),
         range(N),
@@ -194,8 +203,9 @@ def test_killed_workers_and_passing_faults_change_no_byte(
 
 
 @pytest.mark.slow
-def test_a_frozen_worker_costs_its_batches_a_second_attempt(
-    fresh_cluster: Callable[[int], Client], tmp_path: Path, clean: dict[str, bytes]
+@pytest.mark.parametrize("what", ["freeze", "hang"])
+def test_a_silent_worker_costs_its_batches_a_second_attempt(
+    fresh_cluster: Callable[[int], Client], tmp_path: Path, clean: dict[str, bytes], what: str
 ) -> None:
     client = fresh_cluster(3)
     pids = client.run(os.getpid)
@@ -203,7 +213,7 @@ def test_a_frozen_worker_costs_its_batches_a_second_attempt(
         _, report = generate_dataset(
             client,
             range(N),
-            Once(tmp_path, {30: "freeze"}),
+            Once(tmp_path, {30: what}),
             tmp_path / "data",
             outputs=OUTPUTS,
             batch_size=8,
@@ -325,6 +335,40 @@ def test_a_killed_driver_is_resumed_to_the_same_bytes(
     assert report.kept == N - 24 and contents(path) == clean
 
 
+def test_a_client_that_is_closed_in_the_middle_says_so(shared_cluster4: str, tmp_path: Path) -> None:
+    client, path = Client(shared_cluster4, set_as_default=False), tmp_path / "data"
+
+    def close() -> None:
+        while not list((path / "checksums").rglob("c/*")):
+            pass
+        client.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(close)
+        with pytest.raises(ClosedError, match="expected a running client until the dataset is there"):
+            generate_dataset(client, range(4000), made, path, outputs=OUTPUTS, batch_size=2)
+        closing.result()
+
+
+def test_a_large_producer_travels_once(cluster4: Client, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="Sending large graph") as caught:
+        data, _ = generate_dataset(
+            cluster4, range(40), Large(12_000_000), tmp_path / "a", outputs=OUTPUTS, batch_size=np.int64(4)
+        )
+    assert len(caught) == 1
+    assert data["score"].values.tolist() == list(range(40))
+
+
+def test_a_job_that_begins_while_a_worker_dies(
+    fresh_cluster: Callable[[int], Client], tmp_path: Path
+) -> None:
+    client = fresh_cluster(3)
+    for k, pid in enumerate(list(client.run(os.getpid).values())[:2]):
+        os.kill(pid, signal.SIGKILL)
+        data, _ = generate_dataset(client, range(9), made, tmp_path / f"{k}", outputs=OUTPUTS, batch_size=3)
+        assert data["score"].values.tolist() == list(range(9))
+
+
 def test_what_is_not_there_may_be_left_out(
     cluster4: Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -380,13 +424,17 @@ def test_another_job_is_refused(cluster4: Client, tmp_path: Path) -> None:
         ({"on_missing": "cry"}, InputError, "on_missing: expected one of"),
         ({"audit_rate": 1.5}, InputError, "audit_rate"),
         ({"timeout": 0}, InputError, "timeout"),
-        ({"timeout": "5 s"}, InputError, "timeout: expected seconds"),
+        ({"timeout": "5 s"}, InputError, "timeout: expected a finite number"),
         ({"produce": partial(made, threading.Lock())}, InputTypeError, "produce: expected what can be sent"),
         ({"inputs": pd.DataFrame({"a": [1]})}, InputTypeError, "inputs: expected rows"),
         ({"store": 3}, InputTypeError, "store: expected a path"),
         ({"store": __file__}, InputError, "store: expected a place to write to"),
         ({"store": Path(__file__).parent}, InputError, "store: expected a place to write to"),
         ({"store": zarr.storage.MemoryStore()}, InputError, "memory of this process"),
+        ({"store": "memory://a"}, InputError, "memory of this process"),
+        ({"store": "nowhere://a"}, InputError, "expected a URL of a known protocol, got nowhere://a"),
+        ({"store": zarr.storage.ZipStore(Path("a.zip"), mode="w")}, InputError, "got a ZipStore"),
+        ({"store": zarr.storage.LocalStore(".", read_only=True)}, InputError, "a read-only LocalStore"),
         ({"resume": True, "overwrite": True}, InputError, "resume or overwrite"),
     ],
 )

@@ -87,7 +87,7 @@ class ArrayPipeline(StagedPipeline):
         name: str | None = None,
     ) -> None:
         if state_bytes is not None:
-            check_int("state_bytes", state_bytes, 1)
+            state_bytes = check_int("state_bytes", state_bytes, 1)
         super().__init__(
             client,
             name=name,
@@ -102,9 +102,7 @@ class ArrayPipeline(StagedPipeline):
             ledger=ledger,
         )
         self._parts = _checked(stages)
-        if depth is not None:
-            check_int("depth", depth, 1)
-        self._depth = depth or len(self._parts)
+        self._depth = len(self._parts) if depth is None else check_int("depth", depth, 1)
         text = "\n".join(part.digest for part in self._parts)
         #: sha256 over the digests of the stages, in hexadecimal.
         self.digest = hashlib.sha256(f"stages\n{text}".encode()).hexdigest()
@@ -152,7 +150,7 @@ class ArrayPipeline(StagedPipeline):
         if isinstance(chunks, np.ndarray) or not isinstance(chunks, Iterable):
             raise InputTypeError(f"chunks: expected an iterable of arrays, got {type(chunks).__name__}")
         if capacity is not None:
-            check_int("capacity", capacity, 1)
+            capacity = check_int("capacity", capacity, 1)
         elif any(part.bytes_per_position for part in self._parts):
             raise InputError("capacity: expected positions, as a stage's state grows with each, got None")
         session = StreamSession(iter(chunks), capacity, depth=self._depth, **self._common(resume))
@@ -204,8 +202,8 @@ class ArrayPipeline(StagedPipeline):
         self, history: Any, steps: int, prefill_chunk: int, resume: Checkpoint | None
     ) -> tuple[RolloutSession, int]:
         self._running  # noqa: B018  # raises if it is closed
-        check_int("steps", steps, 1)
-        check_int("prefill_chunk", prefill_chunk, 1)
+        steps = check_int("steps", steps, 1)
+        prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1)
         known = checked_chunk("history", history)
         length = known.shape[1]
         pieces = [

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import dask
+import numpy as np
 from distributed import Client
 
-from dask_sdc.cluster.session import Session
+from dask_sdc.cluster.session import Session, register
 from dask_sdc.evidence.ledger import Ledger
 from dask_sdc.evidence.receipts import SDCAuditReceipt
 from dask_sdc.exceptions import ClosedError, InputError, InputTypeError
@@ -70,8 +71,8 @@ class StagedPipeline(ABC):
     ) -> None:
         if not isinstance(client, Client):
             raise InputTypeError(f"client: expected a distributed.Client, got {type(client).__name__}")
-        check_int("spares", spares, 0)
-        check_int("journal_bytes", journal_bytes, 0)
+        spares = check_int("spares", spares, 0)
+        journal_bytes = check_int("journal_bytes", journal_bytes, 0)
         if check_number("timeout", timeout) == 0:
             raise InputError(f"timeout: expected seconds > 0, got {timeout!r}")
         if replay not in ("exact", "fast"):
@@ -79,7 +80,7 @@ class StagedPipeline(ABC):
         if spare_weights not in ("memory", "disk"):
             raise InputError(f"spare_weights: expected 'memory' or 'disk', got {spare_weights!r}")
         if kv_bytes is not None:
-            check_int("kv_bytes", kv_bytes, 1)
+            kv_bytes = check_int("kv_bytes", kv_bytes, 1)
         for key, path in (("spill", spill), ("ledger", ledger)):
             if path is not None and not isinstance(path, str | os.PathLike):
                 raise InputTypeError(f"{key}: expected a path, got {type(path).__name__}")
@@ -120,7 +121,7 @@ class StagedPipeline(ABC):
             self._ledger = Ledger(self._ledger_path)
         await self._session.attach()
         self.client.subscribe_topic(self.name, self._hear)
-        await self.client.register_plugin(StageWorkerPlugin())
+        await register(self.client, StageWorkerPlugin())
         await own(self.client, self.name, "leave", pipeline=self.name, forget=True)
         chosen, self._parts = await self._placed(await self._crew.measured())
         places = [
@@ -304,16 +305,21 @@ async def _nothing() -> None:
     return None
 
 
-def check_int(name: str, value: Any, least: int) -> None:
-    """Refuse what is no int of at least ``least`` that a message can hold."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def check_int(name: str, value: Any, least: int) -> int:
+    """Return an int of at least ``least`` that a message can hold, and refuse anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise InputError(f"{name}: expected an int of at least {least}, got {value!r}")
     if value >= 2**64:
         raise InputError(f"{name}: expected an int below 2**64, got {value}")
+    return int(value)
 
 
 def check_number(name: str, value: Any) -> float:
     """Return a finite number of at least 0, and refuse anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float | np.integer | np.floating)
+        or not 0 <= value < float("inf")
+    ):
         raise InputError(f"{name}: expected a finite number >= 0, got {value!r}")
     return float(value)

@@ -165,10 +165,10 @@ class Pipeline(StagedPipeline):
             audit_rate=audit_rate,
             ledger=ledger,
         )
-        check_int("depth", depth, 1)
-        check_int("prefill_chunk", prefill_chunk, 1)
+        depth = check_int("depth", depth, 1)
+        prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1)
         if stages != "auto":
-            check_int("stages", stages, 1)
+            stages = check_int("stages", stages, 1)
         _check_methods("drafter", drafter, "draft")
         _check_methods("tokenizer", tokenizer, "encode", "decode")
         self.store = weights if isinstance(weights, WeightStore) else WeightStore.open(weights)
@@ -399,8 +399,8 @@ class Pipeline(StagedPipeline):
             raise InputError("prompt: expected at least one token, got none")
         if max(ids) >= self.config.vocab_size:
             raise InputError(f"prompt: expected ids in 0..{self.config.vocab_size - 1}, got {max(ids)}")
-        check_int("max_new_tokens", max_new_tokens, 1)
-        check_int("seed", seed, 0)
+        max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1)
+        seed = check_int("seed", seed, 0)
         check_number("temperature", temperature)
         if check_number("top_p", top_p) == 0 or top_p > 1:
             raise InputError(f"top_p: expected a number in (0, 1], got {top_p!r}")

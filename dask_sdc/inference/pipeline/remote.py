@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 from distributed import Client
 
+from dask_sdc.cluster.session import register
 from dask_sdc.exceptions import ClosedError, ClusterError, GenerationInterrupted, InputError, InputTypeError
 from dask_sdc.inference.checkpoint import Checkpoint
 from dask_sdc.inference.pipeline.base import pipeline_name
@@ -89,7 +90,7 @@ class RemotePipeline:
     async def _start(self) -> None:
         await self._choose()
         for plugin in (StageWorkerPlugin(), CoordinatorPlugin()):
-            await self.client.register_plugin(plugin)
+            await register(self.client, plugin)
         await own(self.client, self.name, "unhost", name=self.name)
         weights, settings = self._blobs
         started = self._routes.call(
