@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -116,6 +116,7 @@ class Auditor:
         pin_cores: bool | None = None,
     ) -> None:
         self.audit_rate = check_rate(_default("audit-rate", audit_rate))
+        self._ailing_rate = check_rate(_default("health.audit-rate", None), "sdc.health.audit-rate")
         self._tolerances = Tolerances(
             _tolerance("audit_rtol", _default("audit-rtol", audit_rtol)),
             _tolerance("audit_atol", _default("audit-atol", audit_atol)),
@@ -142,6 +143,7 @@ class Auditor:
             _flag("pin_cores", _default("pin-cores", pin_cores)),
             self._settings.timeout,
         )
+        self._session.on_ailing = self._look_closer
         self._attached = False
         self._closed = False
         self._turn = asyncio.Lock()
@@ -320,6 +322,8 @@ class Auditor:
             rounds=tuple(self.rounds),
             receipts=tuple(self.receipts),
             quarantined=dict(self._session.quarantined),
+            ailing={domain: tuple(worse) for domain, worse in self._session.ailing.items()},
+            devices={domain: tuple(devices) for domain, devices in self._session.health.items()},
             ledger=None if self._ledger is None else str(self._ledger.path),
         )
 
@@ -495,6 +499,13 @@ class Auditor:
     def _write(self, kind: str, record: Mapping[str, Any]) -> None:
         if self._ledger is not None:
             self._ledger.append(kind, record)
+
+    def _look_closer(self, domain: str, worse: Sequence[str]) -> None:
+        """Audit a domain more often whose GPU has become worse; where nothing is audited, nothing is."""
+        sampler, rate = self._books.sampler, self._ailing_rate
+        if 0 < sampler.rate(domain) < rate:
+            sampler.set_rate(domain, rate)
+        self._write("health", {"domain": domain, "worse": list(worse), "rate": sampler.rate(domain)})
 
     def _warn_of_exposure(self, done: RoundResult) -> None:
         """Results of earlier calls cannot be taken back: say which may be wrong."""

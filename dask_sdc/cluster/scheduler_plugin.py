@@ -56,6 +56,9 @@ class SDCSchedulerPlugin(SchedulerPlugin):
         self.domains = DomainMap(kind=kind, lanes=lanes)
         self.fingerprints: dict[str, str] = {}
         self.quarantined: dict[str, str] = {}
+        # By domain the GPUs, by UUID, as they last were, and what has become worse.
+        self.health: dict[str, dict[str, Mapping[str, Any]]] = {}
+        self.ailing: dict[str, list[str]] = {}
         # Workers at the door, with the status that they last reported.
         self.held: dict[str, str] = {}
         self.topics: dict[str, str] = {}
@@ -85,6 +88,7 @@ class SDCSchedulerPlugin(SchedulerPlugin):
             sdc_held=self.held_workers,
             sdc_evict=self.evict,
             sdc_refresh=self.refresh,
+            sdc_health=self.note_health,
         )
         self._status_changed = scheduler.stream_handlers["worker-status-change"]
         scheduler.stream_handlers["worker-status-change"] = self.handle_status
@@ -127,6 +131,8 @@ class SDCSchedulerPlugin(SchedulerPlugin):
                 if address in self.domains and address not in self.held
             ],
             "quarantined": dict(self.quarantined),
+            "health": {domain: list(devices.values()) for domain, devices in self.health.items()},
+            "ailing": self.ailing,
             "coming": len(self.scheduler.workers) - len(self.fingerprints),
         }
 
@@ -193,6 +199,20 @@ class SDCSchedulerPlugin(SchedulerPlugin):
             nthreads=self.domains.identity(worker).nthreads,
             fingerprint=fingerprint,
         )
+
+    async def note_health(
+        self, worker: str, devices: Iterable[Mapping[str, Any]], worse: Iterable[str]
+    ) -> None:
+        """Note how the GPUs of a worker are; the drivers hear what is worse (RPC of the worker plugin)."""
+        domain = self._domain(worker)
+        if domain is None:
+            return
+        self.health.setdefault(domain, {}).update((device["uuid"], device) for device in devices)
+        known = self.ailing.get(domain, [])
+        if new := [what for what in worse if what not in known]:  # workers may share a GPU
+            self.ailing[domain] = [*known, *new]
+            logger.warning("Domain %r: %s", domain, "; ".join(new))
+            self._publish(op="ailing", domain=domain, worse=new)
 
     def handle_status(self, status: str, worker: str, stimulus_id: str) -> None:
         """Pass a worker's status on, but never let a held one become running."""
@@ -327,6 +347,7 @@ class SDCSchedulerPlugin(SchedulerPlugin):
         """Lift a quarantine; held workers of the domain are let in with their labels."""
         if self.quarantined.pop(domain, None) is None:
             return {"released": False, "workers": []}
+        self.ailing.pop(domain, None)
         workers = [w for w in await self.held_workers(domain) if w in self.fingerprints]
         for worker in workers:
             with suppress(OSError):  # it left

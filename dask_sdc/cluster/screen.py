@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,12 @@ async def screen_cluster(session: Session, seed: int, repeats: int) -> Screening
     await session.refresh_members()
     addresses = session.addresses()
     answers, fingerprints = await _ask(session, addresses, seed, repeats)
-    return screen(answers, fingerprints)
+    ailments = {
+        domain: tuple(f"{one.uuid}: {what}" for one in devices for what in one.ailments())
+        for domain, devices in session.health.items()
+    }
+    found = tuple(sorted((domain, told) for domain, told in ailments.items() if told))
+    return replace(screen(answers, fingerprints), ailments=found)
 
 
 async def probation(session: Session, domain: str, seed: int, repeats: int) -> bool:

@@ -37,6 +37,7 @@ from dask_sdc.graph.execute import Assignment, BatchContext, Blob, ShardExecutor
 from dask_sdc.graph.layers import BatchTask, batch_graph
 from dask_sdc.graph.sources import Source
 from dask_sdc.policy.domains import Identity, choose_kind, restrictions
+from dask_sdc.policy.health import DeviceHealth
 from dask_sdc.policy.messages import (
     Dispatch,
     DomainJoined,
@@ -153,6 +154,10 @@ class Session:
         self.kind = kind
         self.note = ""
         self.quarantined: dict[str, str] = {}
+        # How GPUs are, by domain, and what has become worse of them; whoever wants is told of that.
+        self.health: dict[str, list[DeviceHealth]] = {}
+        self.ailing: dict[str, list[str]] = {}
+        self.on_ailing: Callable[[str, Sequence[str]], None] | None = None
         self.limits = _limits()
         self._custom = None if custom is None else cloudpickle.dumps(custom)
         self._wanted_lanes = lanes
@@ -234,6 +239,19 @@ class Session:
             for w in state["workers"]
         }
         self._lanes.update({m.domain: m.lane for m in self._members.values()})
+        self.health = {
+            domain: [DeviceHealth.from_dict(device) for device in devices]
+            for domain, devices in state["health"].items()
+        }
+        for domain, worse in state["ailing"].items():
+            self._note_ailing(domain, worse)
+
+    def _note_ailing(self, domain: str, worse: Sequence[str]) -> None:
+        known = self.ailing.setdefault(domain, [])
+        new = [what for what in worse if what not in known]
+        known += new
+        if new and self.on_ailing is not None:
+            self.on_ailing(domain, new)
 
     async def refresh_members(self) -> None:
         """Know who is there; attaches anew after the scheduler lost its plugins."""
@@ -327,6 +345,9 @@ class Session:
                 self.quarantined[news["domain"]] = news["reason"]
             case "released":
                 self.quarantined.pop(news["domain"], None)
+                self.ailing.pop(news["domain"], None)
+            case "ailing":
+                self._note_ailing(news["domain"], news["worse"])
 
     async def _welcome(self, address: str) -> None:
         """Let a newcomer compile before it is given shards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +10,17 @@ from dataclasses import asdict
 from typing import Any, cast
 
 import cloudpickle
+import dask
+from dask.utils import parse_timedelta
 from distributed import Worker, WorkerPlugin, get_worker
 from distributed.utils import offload
+from tornado.ioloop import PeriodicCallback
 
+from dask_sdc.cluster.devices import DeviceWatch, visible_gpus
 from dask_sdc.evidence.fingerprint import environment_fingerprint
 from dask_sdc.graph.execute import Blob, ShardExecutor
 from dask_sdc.policy.domains import Identity
+from dask_sdc.policy.health import DeviceHealth
 from dask_sdc.statistics.base import ShardInfo
 
 #: Name of both plugins.
@@ -44,6 +50,9 @@ class SDCWorkerPlugin(WorkerPlugin):
         self.custom = custom
         self.pin_cores = pin_cores
         self.executor: ShardExecutor
+        self._watch: DeviceWatch | None = None
+        self._health: PeriodicCallback | None = None
+        self._told: list[DeviceHealth] = []
 
     async def setup(self, worker: Worker) -> None:
         """Register with the scheduler plugin and advertise the labels it returns."""
@@ -60,6 +69,29 @@ class SDCWorkerPlugin(WorkerPlugin):
         self.worker = worker
         await self.label(place["labels"])
         await worker.scheduler.sdc_ready(worker=worker.address, fingerprint=fingerprint)
+        if identity.gpus:
+            await self._watch_devices(DeviceWatch(identity.gpus))
+
+    async def _watch_devices(self, watch: DeviceWatch) -> None:
+        """Tell the scheduler how the GPUs are, now and whenever that has changed."""
+        self._watch = watch
+        await offload(watch.listen)
+        await self.tell_health()
+        seconds = parse_timedelta(dask.config.get("sdc.health.interval"))
+        self._health = PeriodicCallback(self.tell_health, seconds * 1000)
+        self._health.start()
+
+    async def tell_health(self) -> None:
+        """Read the health of the GPUs, off the event loop; the scheduler hears what is new."""
+        assert self._watch is not None
+        devices, worse = await offload(self._watch.read)
+        if devices == self._told and not worse:
+            return
+        with contextlib.suppress(OSError):  # the scheduler is not there, and is told the next time
+            await self.worker.scheduler.sdc_health(
+                worker=self.worker.address, devices=[one.to_dict() for one in devices], worse=worse
+            )
+            self._told = devices
 
     async def label(self, labels: Mapping[str, float]) -> None:
         """Advertise labels; a quarantined worker has none until it is released (RPC handler)."""
@@ -81,6 +113,10 @@ class SDCWorkerPlugin(WorkerPlugin):
 
     async def teardown(self, worker: Worker) -> None:
         """Leave nothing behind."""
+        if self._watch is not None:
+            self._watch.close()
+        if self._health is not None:
+            self._health.stop()
         for name in ("sdc_warm", "sdc_label", "sdc_run"):
             worker.handlers.pop(name, None)
 
@@ -110,32 +146,9 @@ def identify(worker: Worker, custom: bytes | None = None) -> Identity:
         pid=os.getpid(),
         nanny=None if worker.nanny is None else str(worker.nanny),
         nthreads=worker.state.nthreads,
-        gpus=_gpu_uuids(),
+        gpus=visible_gpus(),
         custom=named,
     )
-
-
-def _gpu_uuids() -> tuple[str, ...]:
-    """UUIDs of the GPUs that this process may use, in CUDA order; empty without a driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no library or no driver: there is no GPU to name
-        return ()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-    if visible is None:
-        return tuple(uuids)
-    chosen = [entry.strip() for entry in visible.split(",") if entry.strip()]
-    return tuple(
-        uuids[int(entry)] if entry.isdigit() and int(entry) < len(uuids) else entry for entry in chosen
-    )
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _pin(ordinal: int, nthreads: int) -> None:

@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from dask_sdc.evidence.receipts import SDCAuditReceipt
+from dask_sdc.policy.health import DeviceHealth
 from dask_sdc.policy.messages import RoundRecord
 
 
@@ -28,6 +29,10 @@ class Report:
     receipts : tuple of SDCAuditReceipt
     quarantined : mapping of str to str
         Domains in quarantine, with the reason.
+    ailing : mapping of str to tuple of str
+        Domains that are audited more often, with what has become worse of their GPUs.
+    devices : mapping of str to tuple of DeviceHealth
+        By domain the GPUs, as they last were.
     ledger : str or None
         Path of the ledger.
     """
@@ -38,6 +43,8 @@ class Report:
     rounds: tuple[RoundRecord, ...]
     receipts: tuple[SDCAuditReceipt, ...]
     quarantined: Mapping[str, str] = field(default_factory=dict)
+    ailing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    devices: Mapping[str, tuple[DeviceHealth, ...]] = field(default_factory=dict)
     ledger: str | None = None
 
     def totals(self) -> dict[str, int]:
@@ -55,6 +62,8 @@ class Report:
             "rounds": [record.to_dict() for record in self.rounds],
             "receipts": [receipt.to_dict() for receipt in self.receipts],
             "quarantined": dict(self.quarantined),
+            "ailing": {domain: list(worse) for domain, worse in self.ailing.items()},
+            "devices": {domain: [one.to_dict() for one in found] for domain, found in self.devices.items()},
             "ledger": self.ledger,
         }
 
@@ -71,6 +80,7 @@ class Report:
         if totals["recomputed"]:
             lines.append(f"recomputed {totals['recomputed']} shards on other domains")
         lines += [f"in quarantine: {name} ({why})" for name, why in self.quarantined.items()]
+        lines += [f"audited more often: {name} ({'; '.join(worse)})" for name, worse in self.ailing.items()]
         lines += [f"note: {note}" for note in dict.fromkeys(r.note for r in self.rounds if r.note)]
         if self.ledger is not None:
             lines.append(f"receipts are in {self.ledger}")

@@ -39,11 +39,14 @@ class Screening:
         Disagreements without a majority.
     unchecked : tuple of str
         Domains of which some kernel was compared with nobody.
+    ailments : tuple of (str, tuple of str)
+        Domains whose GPUs say of themselves that something is wrong with them. Nobody is a suspect for that.
     """
 
     outliers: tuple[tuple[str, tuple[str, ...]], ...] = ()
     unresolved: tuple[Unresolved, ...] = ()
     unchecked: tuple[str, ...] = ()
+    ailments: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
     def suspects(self) -> tuple[str, ...]:
@@ -56,6 +59,7 @@ class Screening:
             "outliers": {domain: list(kernels) for domain, kernels in self.outliers},
             "unresolved": [{**asdict(one), "domains": list(one.domains)} for one in self.unresolved],
             "unchecked": list(self.unchecked),
+            "ailments": {domain: list(found) for domain, found in self.ailments},
         }
 
 
