@@ -203,16 +203,17 @@ class SDCSchedulerPlugin(SchedulerPlugin):
     async def note_health(
         self, worker: str, devices: Iterable[Mapping[str, Any]], worse: Iterable[str]
     ) -> None:
-        """Note how the GPUs of a worker are; the drivers hear what is worse (RPC of the worker plugin)."""
+        """Note how the GPUs of a worker are, and tell the drivers (RPC of the worker plugin)."""
         domain = self._domain(worker)
         if domain is None:
             return
         self.health.setdefault(domain, {}).update((device["uuid"], device) for device in devices)
         known = self.ailing.get(domain, [])
-        if new := [what for what in worse if what not in known]:  # workers may share a GPU
+        new = [what for what in worse if what not in known]  # workers may share a GPU
+        if new:
             self.ailing[domain] = [*known, *new]
             logger.warning("Domain %r: %s", domain, "; ".join(new))
-            self._publish(op="ailing", domain=domain, worse=new)
+        self._publish(op="health", domain=domain, devices=list(self.health[domain].values()), worse=new)
 
     def handle_status(self, status: str, worker: str, stimulus_id: str) -> None:
         """Pass a worker's status on, but never let a held one become running."""

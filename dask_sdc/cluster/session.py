@@ -239,19 +239,16 @@ class Session:
             for w in state["workers"]
         }
         self._lanes.update({m.domain: m.lane for m in self._members.values()})
-        self.health = {
-            domain: [DeviceHealth.from_dict(device) for device in devices]
-            for domain, devices in state["health"].items()
-        }
-        for domain, worse in state["ailing"].items():
-            self._note_ailing(domain, worse)
+        for domain, devices in state["health"].items():
+            self._note_health(domain, devices, state["ailing"].get(domain, ()))
 
-    def _note_ailing(self, domain: str, worse: Sequence[str]) -> None:
-        known = self.ailing.setdefault(domain, [])
-        new = [what for what in worse if what not in known]
-        known += new
-        if new and self.on_ailing is not None:
-            self.on_ailing(domain, new)
+    def _note_health(self, domain: str, devices: Iterable[Mapping[str, Any]], worse: Sequence[str]) -> None:
+        self.health[domain] = [DeviceHealth.from_dict(device) for device in devices]
+        known = self.ailing.get(domain, [])
+        if new := [what for what in worse if what not in known]:
+            self.ailing[domain] = [*known, *new]
+            if self.on_ailing is not None:
+                self.on_ailing(domain, new)
 
     async def refresh_members(self) -> None:
         """Know who is there; attaches anew after the scheduler lost its plugins."""
@@ -346,8 +343,8 @@ class Session:
             case "released":
                 self.quarantined.pop(news["domain"], None)
                 self.ailing.pop(news["domain"], None)
-            case "ailing":
-                self._note_ailing(news["domain"], news["worse"])
+            case "health":
+                self._note_health(news["domain"], news["devices"], news["worse"])
 
     async def _welcome(self, address: str) -> None:
         """Let a newcomer compile before it is given shards."""
