@@ -227,6 +227,7 @@ def test_a_silent_worker_costs_its_batches_a_second_attempt(
     assert report.redone >= 1
 
 
+@pytest.mark.slow
 def test_a_batch_that_kills_every_worker_is_missing_and_no_other(
     fresh_cluster: Callable[[int], Client], tmp_path: Path
 ) -> None:
@@ -238,6 +239,7 @@ def test_a_batch_that_kills_every_worker_is_missing_and_no_other(
     assert (report.valid, report.missing) == (9, 3)
 
 
+@pytest.mark.slow
 def test_a_broken_producer_stops_the_job_on_every_rank(
     fresh_cluster: Callable[[int], Client], tmp_path: Path
 ) -> None:
@@ -290,6 +292,7 @@ def test_a_worker_that_lies_is_named_and_what_it_made_is_made_again(
     assert verify_dataset(tmp_path / "a") == 32
 
 
+@pytest.mark.slow
 def test_two_workers_cannot_accuse_each_other(fresh_cluster: Callable[[int], Client], tmp_path: Path) -> None:
     client = fresh_cluster(2)
     liar = sorted(client.scheduler_info(n_workers=-1)["workers"])[0]

@@ -230,6 +230,7 @@ def test_an_interrupted_rollout_goes_on_and_proves_what_came_before(
             pipeline.rollout(history, left, prefill_chunk=4, resume=other)
 
 
+@pytest.mark.slow
 def test_silent_corruption_of_a_users_stage_is_found_and_healed(
     fresh_cluster: Callable[[int], Client],
 ) -> None:
@@ -244,6 +245,7 @@ def test_silent_corruption_of_a_users_stage_is_found_and_healed(
         assert victim not in pipeline.workers
 
 
+@pytest.mark.slow
 def test_a_chunk_that_no_worker_can_take_ends_its_session_and_no_other(
     fresh_cluster: Callable[[int], Client],
 ) -> None:

@@ -63,9 +63,8 @@ def test_a_worker_coordinates_and_heals(
         remote.generate(PROMPT, 4)
 
 
-@pytest.mark.parametrize(
-    "end", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "frozen"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_lost_coordinator_ends_in_a_checkpoint(
     fresh_cluster: Callable[[int], Client], folder: Path, store: WeightStore, end: signal.Signals
 ) -> None:

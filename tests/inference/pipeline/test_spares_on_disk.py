@@ -171,6 +171,7 @@ def test_audits_load_what_is_on_disk_and_let_it_go(movable: Path, plain: tuple[i
     in_cluster(body, STAGES + 1)
 
 
+@pytest.mark.slow
 def test_spares_have_the_stages_in_turn_and_in_memory_by_default(movable: Path) -> None:
     sizes = sizes_of(WeightStore.open(movable))
 

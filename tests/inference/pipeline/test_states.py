@@ -68,7 +68,8 @@ def test_states_are_those_of_single_layers(cluster4: Client, store: WeightStore,
             pipeline.states([1] * CONFIG.max_context, [0])
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
 def test_a_stage_that_is_lost_changes_no_bit(
     fresh_cluster: Callable[[int], Client],
     folder: Path,

@@ -56,6 +56,7 @@ def test_the_command_checks_and_says_what_is_fatal(damaged: Path, folder: Path) 
     assert process.returncode == 1
 
 
+@pytest.mark.slow
 def test_a_supervised_worker_holds_stages_and_ends_as_it_is_told(folder: Path, store: WeightStore) -> None:
     cluster = LocalCluster(n_workers=0, dashboard_address=":0", silence_logs=50)
     with Client(cluster) as client:
