@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import cloudpickle
 import dask
@@ -25,7 +26,6 @@ from dask_sdc.evidence.codec import Limits, encode
 from dask_sdc.evidence.seal import SealedBatch, open_batch
 from dask_sdc.exceptions import (
     ClosedError,
-    ClusterError,
     CodecError,
     EncodeError,
     InputError,
@@ -50,10 +50,14 @@ from dask_sdc.policy.messages import (
 from dask_sdc.policy.sampling import CoverageSampler
 from dask_sdc.statistics.base import ShardInfo, Statistic
 
+T = TypeVar("T")
+
+logger = logging.getLogger("dask_sdc.session")
+
 #: Seconds between looks at a client that connects, or workers that register.
 _LOOK = 0.1
 
-#: Seconds that a round waits for workers which the scheduler has but which are not set up yet.
+#: Seconds that workers are waited for which the scheduler has, but which do not answer or are not set up yet.
 _SETTLE = 30.0
 
 #: Bytes of a frame that are decoded in less time than a hop to another thread and back takes.
@@ -220,14 +224,7 @@ class Session:
         def ask(dask_worker: Worker, custom: bytes | None) -> Identity:
             return identify(dask_worker, custom)
 
-        answers = await self.client.run(ask, custom=self._custom, on_error="return")
-        found = []
-        for answer in answers.values():
-            if isinstance(answer, OSError):
-                continue  # it has just left
-            if isinstance(answer, Exception):
-                raise answer
-            found.append(answer)
+        found = await _answers(self.client, ask, custom=self._custom)
         if not found:
             raise NoDomainError("expected a cluster with workers, got one without any")
         return found
@@ -446,7 +443,7 @@ class Session:
     async def _collect(self, order: Dispatch, future: Future[bytes], work: Work) -> None:
         clock = asyncio.get_running_loop().time
         try:
-            frame = await self._fetch(future, order.domain)
+            frame = await self.fetch(future, order.domain)
             opened = partial(open_batch, frame, self.limits)
             result = opened() if len(frame) <= _SMALL else await asyncio.to_thread(opened)
         except asyncio.CancelledError as error:
@@ -469,7 +466,7 @@ class Session:
             self._waiting.pop(order.batch_id, None)
             future.release()
 
-    async def _fetch(self, future: Future[bytes], domain: str) -> bytes:
+    async def fetch(self, future: Future[bytes], domain: str) -> bytes:
         """Return a result, from its worker itself where that can be reached: half of the hops."""
         await future.exception()
         at = [a for a, member in self._members.items() if member.domain == domain and a in self._reached]
@@ -481,7 +478,10 @@ class Session:
                 )
                 if future.key in answer.get("data", ()):
                     return cast(bytes, answer["data"][future.key])
-        return cast(bytes, await future)
+        # Shielded: a client gathers results together, and one that is cancelled takes all along.
+        gathered = asyncio.ensure_future(_result(future))
+        gathered.add_done_callback(noticed)
+        return await asyncio.shield(gathered)
 
     def cancel(self, batch_ids: Iterable[int]) -> None:
         """Forget batches, whatever they are doing."""
@@ -566,6 +566,16 @@ class Session:
             return None
 
 
+async def _result(future: Future[bytes]) -> bytes:
+    return cast(bytes, await future)
+
+
+def noticed(work: asyncio.Future[Any]) -> None:
+    """Look at the exception of what perhaps nobody waits for any more, so that it is not logged."""
+    if not work.cancelled():
+        work.exception()
+
+
 async def _connected(client: Client) -> None:
     """Wait for a client that has lost its scheduler: it finds it again, or gives up by itself."""
     while client.status == "connecting":
@@ -574,27 +584,43 @@ async def _connected(client: Client) -> None:
         raise ClosedError(f"expected a running client, got one that is {client.status}")
 
 
+async def _answers(client: Client, ask: Callable[..., T], **arguments: Any) -> list[T]:
+    """Return what a function returns on all workers that answer; some may be leaving, others frozen."""
+    try:
+        answers = await asyncio.wait_for(client.run(ask, on_error="return", **arguments), _SETTLE)
+    except TimeoutError:
+        # Each for itself, as one that is silent takes the answers of all along.
+        scheduler: Any = client.scheduler
+        workers = (await scheduler.identity(n_workers=-1))["workers"]
+        asked = [
+            asyncio.wait_for(client.run(ask, workers=[one], on_error="return", **arguments), _SETTLE)
+            for one in workers
+        ]
+        parts = await asyncio.gather(*asked, return_exceptions=True)
+        answers = {k: v for part in parts if isinstance(part, dict) for k, v in part.items()}
+    raised = [one for one in answers.values() if isinstance(one, Exception) and not isinstance(one, OSError)]
+    if raised:
+        raise raised[0]
+    return [answer for answer in answers.values() if not isinstance(answer, OSError)]
+
+
 async def register(client: Client, plugin: WorkerPlugin) -> None:
-    """Register a plugin on all workers, of which some may be leaving.
+    """Register a plugin on all workers that answer; some may be leaving, others frozen.
 
     Raises
     ------
     ClosedError
         If the client is closed.
-    ClusterError
-        If workers that the scheduler has cannot be reached.
     """
     deadline = time.monotonic() + _SETTLE
-    while True:
+    while time.monotonic() < deadline:
         try:
-            await client.register_plugin(plugin)
-        except OSError as error:
+            # The scheduler keeps it for whoever comes, and hands it to all others at once.
+            return await asyncio.wait_for(client.register_plugin(plugin), _SETTLE)
+        except OSError as error:  # a TimeoutError is one
             await _connected(client)
-            if time.monotonic() > deadline:
-                raise ClusterError(f"expected workers that can be reached, got {error}") from error
+            logger.warning("Not every worker has taken %s: %s", type(plugin).__name__, error)
             await asyncio.sleep(_LOOK)  # until the scheduler has noticed that one has left
-        else:
-            return
 
 
 def _mean_rows(work: Work) -> float:

@@ -243,11 +243,7 @@ class DatasetJob:
 
     async def _collect(self, future: Any, domain: str) -> Made:
         try:
-            await asyncio.wait_for(future.exception(), self._rules.timeout)
-            # Shielded: a client gathers results together, and one that is cancelled takes all along.
-            gathered = asyncio.ensure_future(_result(future))
-            gathered.add_done_callback(_noticed)
-            frame = await asyncio.shield(gathered)
+            frame = await asyncio.wait_for(self._session.fetch(future, domain), self._rules.timeout)
         except TimeoutError:
             await self._session.evict(domain, f"no batch within {self._rules.timeout:g} s")
             raise
@@ -434,17 +430,6 @@ def expect_open(client: Client) -> None:
         raise ClosedError(
             f"expected a running client until the dataset is there, got one that is {client.status}"
         )
-
-
-async def _result(future: Any) -> bytes:
-    frame: bytes = await future
-    return frame
-
-
-def _noticed(task: asyncio.Future[bytes]) -> None:
-    """Look at the exception of what perhaps nobody waits for any more, so that it is not logged."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _compare(a: Voice, b: Voice) -> Closeness:

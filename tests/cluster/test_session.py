@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from distributed import Client, WorkerPlugin
 from distributed.comm import CommClosedError
 
+from dask_sdc import Auditor, Moments
 from dask_sdc.cluster import session
-from dask_sdc.exceptions import ClosedError, ClusterError
+from dask_sdc.exceptions import ClosedError
 
 
 class Losing:
@@ -41,10 +46,30 @@ def test_workers_that_leave_meanwhile_are_forgotten() -> None:
     assert client.losses == -1
 
 
-def test_workers_that_stay_out_of_reach_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_SETTLE", 0.0)
-    with pytest.raises(ClusterError, match=r"expected workers that can be reached, got .*Stream is closed"):
-        register(Losing(10**9))
+def test_workers_that_stay_out_of_reach_are_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(session, "_SETTLE", 0.05)
+    client = Losing(10**9)
+    register(client)
+    assert client.losses < 10**9 - 1 and "Not every worker has taken WorkerPlugin" in caplog.text
+
+
+def test_a_worker_that_is_frozen_from_the_start_is_done_without(
+    fresh_cluster: Callable[[int], Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = fresh_cluster(4)
+    monkeypatch.setattr(session, "_LOOK", 0.1)
+    monkeypatch.setattr(session, "_SETTLE", 2.0)
+    frozen = next(iter(client.run(os.getpid).values()))
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        with Auditor(client, audit_rate=0.5) as auditor:
+            found = auditor.accumulate(Moments(), [np.full((4, 2), float(k)) for k in range(20)])
+            assert found.mean.tolist() == [9.5, 9.5]
+            assert auditor.rounds[0].domains == 3
+    finally:
+        os.kill(frozen, signal.SIGCONT)
 
 
 def test_a_client_that_is_closed_meanwhile() -> None:

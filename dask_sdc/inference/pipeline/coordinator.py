@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from dask_sdc.cluster.session import noticed
 from dask_sdc.exceptions import ClosedError, ContextOverflow, GenerationInterrupted, StageError
 from dask_sdc.inference.heal import Loss, LossKind, RecoveryReport, for_session, run_recovery
 from dask_sdc.inference.host import Chunk, SessionSettings
@@ -412,7 +413,7 @@ class Coordinator:
 
     async def _or_alarm(self, work: asyncio.Future[T]) -> T:
         """Wait for something, but no longer than until an alarm."""
-        work.add_done_callback(_noticed)
+        work.add_done_callback(noticed)
         either: list[asyncio.Future[Any]] = [work, self._alarm]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         self._check_open()
@@ -613,12 +614,6 @@ class Coordinator:
         await asyncio.gather(*self._waiting.values(), return_exceptions=True)
         self._head.close()
         self._tail.close()
-
-
-def _noticed(work: asyncio.Future[Any]) -> None:
-    """Look at the exception of what perhaps nobody waits for any more, so that it is not logged."""
-    if not work.cancelled():
-        work.exception()
 
 
 async def _all(calls: Sequence[Awaitable[Any]]) -> None:
