@@ -60,8 +60,7 @@ class Outcome(NamedTuple):
 @contextlib.contextmanager
 def pipeline(client: Client, path: Path, case: Case) -> Iterator[Pipeline]:
     """Start a pipeline; whoever froze in it is killed at the end, so that its nanny starts another."""
-    complete(client)
-    pids = client.run(os.getpid)
+    pids = processes(client)
     drafted = {"drafter": NGramDrafter(n=2, width=3), "depth": 2} if case.mode == "drafted" else {}
     # A spare whose weights are bent would be found by auditing, before it is asked to replay.
     rate = 1.0 if case.kind in SILENT and case.moment != "replay" else 0.0
@@ -77,6 +76,14 @@ def pipeline(client: Client, path: Path, case: Case) -> Iterator[Pipeline]:
             os.kill(pids[address], signal.SIGKILL)
     while set(lost) & set(client.scheduler_info(n_workers=-1)["workers"]):
         time.sleep(0.05)
+
+
+def processes(client: Client) -> dict[str, int]:
+    """Return the process of every worker, once all have answered: one that died is on the books for a while."""
+    complete(client)
+    while len(pids := client.run(os.getpid, on_error="ignore")) < WORKERS:
+        complete(client)
+    return pids
 
 
 def complete(client: Client) -> None:
