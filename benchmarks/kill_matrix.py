@@ -79,7 +79,7 @@ def pipeline(client: Client, path: Path, case: Case) -> Iterator[Pipeline]:
 
 
 def processes(client: Client) -> dict[str, int]:
-    """Return the process of every worker, once all have answered: one that died is on the books for a while."""
+    """Return the process of every worker, once all have answered; one that died counts for a while."""
     complete(client)
     while len(pids := client.run(os.getpid, on_error="ignore")) < WORKERS:
         complete(client)
