@@ -10,21 +10,43 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from distributed.comm.core import Comm
 from distributed.protocol.serialize import to_serialize
 
 from dask_sdc.inference.host import Chunk
 from dask_sdc.inference.pipeline.routes import Connection, Routes
 
-__all__ = ["Answers", "Line", "pack_chunk", "received"]
+__all__ = ["Answers", "Line", "pack_chunk", "received", "unpack_chunk"]
+
+#: Bytes up to which an array is a part of its message: a frame of its own costs more than copying it.
+_ALONG = 2**16
 
 #: Chunks that may be on their way before the sender has to wait, and after how many they are counted back.
 _WINDOW, _COUNTED = 8, 4
 
 
 def pack_chunk(chunk: Chunk) -> dict[str, Any]:
-    """Return a chunk as it travels: its array out of band."""
-    return {**vars(chunk), "array": to_serialize(chunk.array)}
+    """Return a chunk as it travels: its array out of band, unless it is quicker to send it along."""
+    array = chunk.array
+    return {**vars(chunk), "array": _small(array) or to_serialize(array)}
+
+
+def _small(array: Any) -> list[Any] | None:
+    """Return an array as closed types, if it is small and its dtype is one that has a name."""
+    if not isinstance(array, np.ndarray) or array.nbytes > _ALONG or array.dtype.hasobject:
+        return None
+    name = array.dtype.str
+    return [name, array.shape, array.tobytes()] if np.dtype(name) == array.dtype else None
+
+
+def unpack_chunk(packed: Mapping[str, Any]) -> Chunk:
+    """Return a chunk that came."""
+    sent = packed["array"]
+    if not isinstance(sent, np.ndarray):
+        dtype, shape, data = sent
+        sent = np.ndarray(tuple(shape), dtype, data).copy()  # which may be written to
+    return Chunk(**{**packed, "array": sent})
 
 
 class _Lasting:
@@ -138,7 +160,7 @@ async def received(comm: Comm, deliver: Callable[[int, Chunk], Any]) -> None:
     try:
         while True:
             message: Mapping[str, Any] = await comm.read()
-            await deliver(message["epoch"], Chunk(**message["chunk"]))
+            await deliver(message["epoch"], unpack_chunk(message["chunk"]))
             taken += 1
             if taken == _COUNTED:
                 await comm.write(taken)

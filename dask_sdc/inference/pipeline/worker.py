@@ -26,7 +26,7 @@ from dask_sdc.inference.journal import ChunkRecord, boundary_digest, cut_records
 from dask_sdc.inference.model.kernels import set_threads, threads
 from dask_sdc.inference.pace import decoding_pace
 from dask_sdc.inference.pipeline.copies import Copies
-from dask_sdc.inference.pipeline.lines import Line, pack_chunk, received
+from dask_sdc.inference.pipeline.lines import Line, pack_chunk, received, unpack_chunk
 from dask_sdc.inference.pipeline.routes import Routes, packed, piped
 from dask_sdc.inference.pipeline.shadows import Shadows
 from dask_sdc.inference.receipts import boundary_chain
@@ -534,7 +534,7 @@ class StageWorkerPlugin(WorkerPlugin):
     ) -> list[list[Any]]:
         """Take chunks again and return the records of the outputs (RPC handler)."""
         seat = self._seat(pipeline)
-        records = await seat.run(seat.host.replay, [Chunk(**chunk) for chunk in chunks], kept)
+        records = await seat.run(seat.host.replay, [unpack_chunk(chunk) for chunk in chunks], kept)
         return [pack_record(record) for record in records]
 
     # -- audits ----------------------------------------------------------------------------------
@@ -567,7 +567,7 @@ class StageWorkerPlugin(WorkerPlugin):
             session,
             SessionSettings(**settings),
             begin,
-            [Chunk(**chunk) for chunk in chunks],
+            [unpack_chunk(chunk) for chunk in chunks],
             kept,
         )
         return [pack_record(record) for record in records]
@@ -593,7 +593,7 @@ class StageWorkerPlugin(WorkerPlugin):
     async def replay_joined(self, pipeline: str, chunk: Mapping[str, Any]) -> list[Any]:
         """Take one long chunk again and return the record of the output (RPC handler)."""
         seat = self._seat(pipeline)
-        return pack_record(await seat.run(seat.host.replay_joined, Chunk(**chunk)))
+        return pack_record(await seat.run(seat.host.replay_joined, unpack_chunk(chunk)))
 
 
 def _use_threads(count: int) -> None:
