@@ -20,9 +20,9 @@ from dask_sdc.inference.pipeline.array_session import (
     checked_chunk,
 )
 from dask_sdc.inference.pipeline.base import StagedPipeline, check_int
+from dask_sdc.inference.pipeline.clients import iterated, synced
 from dask_sdc.inference.pipeline.coordinator import session_name
 from dask_sdc.inference.pipeline.placement import Candidate, choose_workers, expect_workers
-from dask_sdc.inference.pipeline.streams import synchronous
 from dask_sdc.inference.pipeline.worker import describe
 from dask_sdc.inference.stage import Stage
 
@@ -107,7 +107,7 @@ class ArrayPipeline(StagedPipeline):
         #: sha256 over the digests of the stages, in hexadecimal.
         self.digest = hashlib.sha256(f"stages\n{text}".encode()).hexdigest()
         if not client.asynchronous:
-            client.sync(self._start)
+            synced(client, self._start)
 
     async def _placed(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Stage]]:
         chosen = choose_workers(candidates, len(self._parts))
@@ -154,7 +154,7 @@ class ArrayPipeline(StagedPipeline):
         elif any(part.bytes_per_position for part in self._parts):
             raise InputError("capacity: expected positions, as a stage's state grows with each, got None")
         session = StreamSession(iter(chunks), capacity, depth=self._depth, **self._common(resume))
-        return self._iterated(self._followed(session, capacity))
+        return iterated(self.client, self._followed(session, capacity))
 
     def rollout(
         self, history: Any, steps: int, *, prefill_chunk: int = 256, resume: Checkpoint | None = None
@@ -183,7 +183,7 @@ class ArrayPipeline(StagedPipeline):
             As `run`.
         """
         session, capacity = self._rolling(history, steps, prefill_chunk, resume)
-        return self.client.sync(_joined, self._followed(session, capacity))
+        return synced(self.client, _joined, self._followed(session, capacity))
 
     def stream_rollout(
         self, history: Any, steps: int, *, prefill_chunk: int = 256, resume: Checkpoint | None = None
@@ -196,7 +196,7 @@ class ArrayPipeline(StagedPipeline):
             An asynchronous one with an asynchronous client.
         """
         session, capacity = self._rolling(history, steps, prefill_chunk, resume)
-        return self._iterated(self._followed(session, capacity))
+        return iterated(self.client, self._followed(session, capacity))
 
     def _rolling(
         self, history: Any, steps: int, prefill_chunk: int, resume: Checkpoint | None
@@ -229,9 +229,6 @@ class ArrayPipeline(StagedPipeline):
             "model_digest": self.digest,
             "resume": resume,
         }
-
-    def _iterated(self, results: AsyncGenerator[Array, None]) -> Any:
-        return results if self.client.asynchronous else synchronous(self.client, results)
 
     async def _followed(self, session: ArraySession, capacity: int | None) -> AsyncGenerator[Array, None]:
         if isinstance(session, StreamSession):

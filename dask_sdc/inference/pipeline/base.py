@@ -21,6 +21,7 @@ from dask_sdc.evidence.receipts import SDCAuditReceipt
 from dask_sdc.exceptions import ClosedError, InputError, InputTypeError
 from dask_sdc.inference.heal import RecoveryReport
 from dask_sdc.inference.pipeline.audits import Mismatch
+from dask_sdc.inference.pipeline.clients import ended, while_open
 from dask_sdc.inference.pipeline.coordinator import Coordinator
 from dask_sdc.inference.pipeline.crew import Crew, loading
 from dask_sdc.inference.pipeline.evidence import receipt_of
@@ -238,12 +239,12 @@ class StagedPipeline(ABC):
 
     def close(self) -> Any:
         """Give up the stages; may be called again. The client stays open."""
-        if self._closed:
-            return _nothing() if self.client.asynchronous else None
-        self._closed = True
-        if self.client.status != "running":
-            return _nothing() if self.client.asynchronous else None
-        return self.client.sync(self._stop)
+        return ended(self.client, self._close)
+
+    async def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await self._stop()
 
     async def _stop(self) -> None:
         for task in self._background:
@@ -276,7 +277,8 @@ class StagedPipeline(ABC):
 
     async def _opened(self) -> Self:
         if self._coordinator is None:
-            await self._start()
+            with while_open(self.client):
+                await self._start()
         return self
 
     async def __aenter__(self) -> Self:
@@ -299,10 +301,6 @@ def _all_or_first_error(results: Sequence[str | BaseException]) -> list[str]:
 def pipeline_name() -> str:
     """Return a name that no other pipeline has."""
     return f"sdc-pipeline-{uuid.uuid4().hex[:12]}"
-
-
-async def _nothing() -> None:
-    return None
 
 
 def check_int(name: str, value: Any, least: int) -> int:

@@ -22,6 +22,7 @@ from dask_sdc.exceptions import (
 from dask_sdc.inference.checkpoint import Checkpoint, token_ids
 from dask_sdc.inference.pipeline.array_session import StatesSession
 from dask_sdc.inference.pipeline.base import StagedPipeline, check_int, check_number
+from dask_sdc.inference.pipeline.clients import iterated, synced
 from dask_sdc.inference.pipeline.coordinator import session_name
 from dask_sdc.inference.pipeline.placement import (
     Candidate,
@@ -37,7 +38,6 @@ from dask_sdc.inference.pipeline.streams import (
     States,
     check_settings,
     last_of,
-    synchronous,
     tokens_of,
 )
 from dask_sdc.inference.receipts import RunReceipt, ids_digest
@@ -185,7 +185,7 @@ class Pipeline(StagedPipeline):
         self._stages, self._drafter, self._depth, self._chunk = stages, drafter, depth, prefill_chunk
         self._drafting = asyncio.Lock()
         if not client.asynchronous:
-            client.sync(self._start)
+            synced(client, self._start)
 
     async def _placed(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Stage]]:
         """Choose who takes the stages, and where the layers are cut unless that was given."""
@@ -252,7 +252,7 @@ class Pipeline(StagedPipeline):
             If a loss cannot be healed; carries the committed tokens and a checkpoint.
         """
         request = self.request(prompt, max_new_tokens, temperature, top_p, seed, stop, resume)
-        return self.client.sync(last_of, self.follow(request, streamed=False))
+        return synced(self.client, last_of, self.follow(request, streamed=False))
 
     def stream(self, prompt: Any, max_new_tokens: int = 64, **settings: Any) -> Any:
         """Generate tokens and yield each id as it is committed; parameters as of `generate`.
@@ -264,8 +264,7 @@ class Pipeline(StagedPipeline):
         """
         check_settings(settings)
         request = self.request(prompt, max_new_tokens, **settings)
-        tokens = tokens_of(self.follow(request, streamed=True))
-        return tokens if self.client.asynchronous else synchronous(self.client, tokens)
+        return iterated(self.client, tokens_of(self.follow(request, streamed=True)))
 
     def states(self, prompt: Any, layers: Sequence[int] = (), *, logits: bool = False) -> Any:
         """Feed a text and return hidden states, without generating anything.
@@ -296,7 +295,7 @@ class Pipeline(StagedPipeline):
         wanted = tuple(layers)
         if any(type(layer) is not int or not 0 <= layer <= last for layer in wanted):
             raise InputError(f"layers: expected ints in 0..{last}, got {list(wanted)}")
-        return self.client.sync(self._states, request.prompt, tuple(dict.fromkeys(wanted)), logits)
+        return synced(self.client, self._states, request.prompt, tuple(dict.fromkeys(wanted)), logits)
 
     async def _states(self, ids: tuple[int, ...], layers: tuple[int, ...], logits: bool) -> States:
         session = StatesSession(

@@ -14,12 +14,13 @@ from dask_sdc.cluster.session import register
 from dask_sdc.exceptions import ClosedError, ClusterError, GenerationInterrupted, InputError, InputTypeError
 from dask_sdc.inference.checkpoint import Checkpoint
 from dask_sdc.inference.pipeline.base import pipeline_name
+from dask_sdc.inference.pipeline.clients import ended, expect_open, iterated, synced, while_open
 from dask_sdc.inference.pipeline.crew import LOAD
 from dask_sdc.inference.pipeline.hosting import CoordinatorPlugin, PipelineState
 from dask_sdc.inference.pipeline.owners import disown, own
 from dask_sdc.inference.pipeline.placement import LABEL
 from dask_sdc.inference.pipeline.routes import Connection, Routes
-from dask_sdc.inference.pipeline.streams import News, check_settings, last_of, synchronous, tokens_of
+from dask_sdc.inference.pipeline.streams import News, check_settings, last_of, tokens_of
 from dask_sdc.inference.pipeline.worker import StageWorkerPlugin
 
 __all__ = ["RemotePipeline"]
@@ -85,7 +86,7 @@ class RemotePipeline:
         self._lost = ""
         self._closed = False
         if not client.asynchronous:
-            client.sync(self._start)
+            synced(client, self._start)
 
     async def _start(self) -> None:
         await self._choose()
@@ -129,13 +130,12 @@ class RemotePipeline:
             pipeline of the model goes on.
         """
         request = self._request(prompt, max_new_tokens, settings)
-        return self.client.sync(last_of, self._follow(request, streamed=False))
+        return synced(self.client, last_of, self._follow(request, streamed=False))
 
     def stream(self, prompt: Any, max_new_tokens: int = 64, **settings: Any) -> Any:
         """Generate tokens and yield each as it comes; as `Pipeline.stream`."""
         request = self._request(prompt, max_new_tokens, settings)
-        tokens = tokens_of(self._follow(request, streamed=True))
-        return tokens if self.client.asynchronous else synchronous(self.client, tokens)
+        return iterated(self.client, tokens_of(self._follow(request, streamed=True)))
 
     def _request(self, prompt: Any, max_new_tokens: int, settings: dict[str, Any]) -> bytes:
         self._check_open()
@@ -215,7 +215,7 @@ class RemotePipeline:
             If it does not answer; it is lost then.
         """
         self._check_open()
-        return self.client.sync(self._state)
+        return synced(self.client, self._state)
 
     async def _state(self) -> PipelineState:
         asked = self._routes.call(self.coordinator, "state", name=self.name)
@@ -227,6 +227,7 @@ class RemotePipeline:
         return state
 
     def _check_open(self) -> None:
+        expect_open(self.client)  # which would look as if its coordinator was lost
         if self._closed or self._lost:
             raise ClosedError(f"expected an open pipeline, got one whose {self._lost or 'end was asked for'}")
 
@@ -234,10 +235,10 @@ class RemotePipeline:
 
     def close(self) -> Any:
         """Give up the stages; may be called again. The client stays open."""
-        return self.client.sync(self._stop)
+        return ended(self.client, self._stop)
 
     async def _stop(self) -> None:
-        if self._closed or self.client.status != "running":
+        if self._closed:
             return
         self._closed = True
         if self._started:
@@ -261,7 +262,8 @@ class RemotePipeline:
 
     async def _opened(self) -> RemotePipeline:
         if not self._started:
-            await self._start()
+            with while_open(self.client):
+                await self._start()
         return self
 
     def __await__(self) -> Any:

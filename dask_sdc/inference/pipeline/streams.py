@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Collection, Iterator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from distributed import Client
 
 from dask_sdc.exceptions import InputError
 from dask_sdc.inference.checkpoint import Checkpoint
 from dask_sdc.inference.receipts import RunReceipt
 from dask_sdc.inference.speculative import DraftStatistics
 
-__all__ = ["Generation", "News", "States", "check_settings", "last_of", "synchronous", "tokens_of"]
+__all__ = ["Generation", "News", "States", "check_settings", "last_of", "tokens_of"]
 
 Array = np.ndarray[Any, Any]
-T = TypeVar("T")
 
 #: Settings of a generation.
 _SETTINGS = ("temperature", "top_p", "seed", "stop", "resume")
@@ -122,26 +119,3 @@ async def last_of(run: AsyncGenerator[News, None]) -> Generation:
         last = news
     assert last.generation is not None
     return last.generation
-
-
-def synchronous(client: Client, source: AsyncGenerator[T, None]) -> Iterator[T]:
-    """Yield what an asynchronous generator yields, in this thread."""
-
-    under_way: asyncio.Task[Any] | None = None
-
-    async def following() -> T | None:
-        nonlocal under_way
-        under_way = asyncio.current_task()
-        return await anext(source, None)
-
-    async def ended() -> None:
-        if under_way is not None and not under_way.done():
-            await asyncio.wait([under_way])  # interrupted from the keyboard, it ends in order
-        await source.aclose()
-
-    try:
-        while (one := client.sync(following)) is not None:
-            yield one
-    finally:
-        if client.status == "running":
-            client.sync(ended)
