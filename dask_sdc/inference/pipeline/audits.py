@@ -75,6 +75,10 @@ class Surroundings(Protocol):
     ring: Ring
     timeout: float
 
+    @property
+    def positions(self) -> int:
+        """Positions that a stage computes well within the timeout."""
+
     def session(self, name: str) -> FedSession | None:
         """Return a session, None if it is over."""
 
@@ -365,7 +369,7 @@ class StageAudits:
         found: list[ChunkRecord] = []
         self._asked.setdefault(name, set()).add(address)
         ring.asked.add(address)
-        for part in parts(chunks):
+        for part in parts(chunks, self._around.positions):
             indices, kept = [record.index for record in part], [record.kept for record in part]
             shadow = {
                 "number": stage,

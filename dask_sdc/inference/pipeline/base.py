@@ -47,7 +47,7 @@ class StagedPipeline(ABC):
     client : Client
         The cluster.
     name : str or None
-        Name of the pipeline on the cluster; one of its own by default.
+        What the pipeline's name on the cluster begins with; no other has the whole of it.
     spares, spare_weights, timeout, replay, kv_bytes, journal_bytes, spill, audit_rate, ledger
         See `Pipeline`.
     """
@@ -85,8 +85,6 @@ class StagedPipeline(ABC):
         for key, path in (("spill", spill), ("ledger", ledger)):
             if path is not None and not isinstance(path, str | os.PathLike):
                 raise InputTypeError(f"{key}: expected a path, got {type(path).__name__}")
-        if name is not None and (not isinstance(name, str) or Path(name).name != name):
-            raise InputError(f"name: expected text that a folder can be called by, got {name!r}")
         self._audit = ShadowAudit(audit_rate) if check_number("audit_rate", audit_rate) > 0 else None
         if self._audit is not None and replay == "fast":
             raise InputError("expected replay='exact' with audits, which compare bits, got 'fast'")
@@ -94,7 +92,7 @@ class StagedPipeline(ABC):
         self._spares, self._timeout, self._kv_bytes = spares, float(timeout), kv_bytes
         self._exact = replay == "exact"
         self._journal_bytes, self._spill = journal_bytes, None if spill is None else os.fspath(spill)
-        self.name = pipeline_name() if name is None else name
+        self.name = self._named(name)
         self._session = Session(client, "auto", None, dask.config.get("sdc.lanes"), False, self._timeout)
         self._coordinator: Coordinator | None = None
         self._ledger: Ledger | None = None
@@ -105,6 +103,9 @@ class StagedPipeline(ABC):
         self._routes = Routes(client.rpc, self._timeout)
         self._crew = Crew(self._session, self._routes, spares, spare_weights, self._watch)
         self._closed = False
+
+    def _named(self, name: str | None) -> str:
+        return pipeline_name(name)
 
     # -- starting --------------------------------------------------------------------------------
 
@@ -253,13 +254,14 @@ class StagedPipeline(ABC):
         if self._coordinator is not None:
             await self._coordinator.close()
         if (ring := self._crew.ring) is not None:
+            there = [address for address in ring.asked if not self._crew.gone(address)]
             calls = [
                 asyncio.wait_for(ring.call_at(address, "leave", forget=True), self._timeout)
-                for address in list(ring.asked)
-                if not self._crew.gone(address)
+                for address in there
             ]
-            await asyncio.gather(*calls, return_exceptions=True)
-            await disown(self.client, self.name)
+            left = await asyncio.gather(*calls, return_exceptions=True)
+            silent = [one for one, how in zip(there, left, strict=True) if isinstance(how, BaseException)]
+            await disown(self.client, self.name, silent)
         if self._ledger is not None:
             self._ledger.close()
         with contextlib.suppress(ValueError):  # that failed before it listened
@@ -298,9 +300,19 @@ def _all_or_first_error(results: Sequence[str | BaseException]) -> list[str]:
     return found
 
 
-def pipeline_name() -> str:
-    """Return a name that no other pipeline has."""
-    return f"sdc-pipeline-{uuid.uuid4().hex[:12]}"
+def pipeline_name(name: Any = None) -> str:
+    """Return a name that no other pipeline has, whatever users call theirs.
+
+    Raises
+    ------
+    InputError
+        If it is no text that a folder can be called by.
+    """
+    if name is None:
+        name = "sdc-pipeline"
+    if not isinstance(name, str) or Path(name).name != name:
+        raise InputError(f"name: expected text that a folder can be called by, got {name!r}")
+    return f"{name}-{uuid.uuid4().hex[:12]}"
 
 
 def check_int(name: str, value: Any, least: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from dask_sdc.cluster.session import noticed
-from dask_sdc.exceptions import ClosedError, ContextOverflow, GenerationInterrupted, StageError
+from dask_sdc.exceptions import ClosedError, ContextOverflow, GenerationInterrupted, NoSpareError, StageError
 from dask_sdc.inference.heal import Loss, LossKind, RecoveryReport, for_session, run_recovery
 from dask_sdc.inference.host import Chunk, SessionSettings
 from dask_sdc.inference.journal import boundary_digest
@@ -21,7 +21,7 @@ from dask_sdc.inference.pipeline.audits import Located, Mismatch, StageAudits
 from dask_sdc.inference.pipeline.crew import Crew
 from dask_sdc.inference.pipeline.fed import FedSession, Feed, Returned
 from dask_sdc.inference.pipeline.lines import Answers, Line
-from dask_sdc.inference.pipeline.ops import ClusterOps, Ring
+from dask_sdc.inference.pipeline.ops import POSITIONS, ClusterOps, Ring
 from dask_sdc.inference.pipeline.worker import unpack_record
 from dask_sdc.inference.receipts import boundary_chain
 from dask_sdc.inference.shadow import ShadowAudit
@@ -35,6 +35,9 @@ _SLACK = 20.0
 
 #: Workers that a stage may be lost on without a word, at one position of a session, before that is to blame.
 _LIVES = 4
+
+#: Bytes per second that a worker takes in at least, on a machine that it shares.
+_INTAKE = 2**25
 
 
 class _Broken(Exception):
@@ -99,6 +102,7 @@ class Coordinator:
         self._recovery: asyncio.Task[None] | None = None
         self._distrusted: set[int] = set()
         self._slowest = 0.0  # seconds per position of a traversal
+        self._largest = 0  # bytes of a chunk
         self._closed = False
         # What the next recovery begins with: stages to replace, and what is not believed any more.
         self._evicted: dict[int, str] = {}
@@ -299,6 +303,7 @@ class Coordinator:
             self._fed += 1
             index, chunk = self._fed, session.sent(self._fed, feed)
             deadline = self._deadline(chunk.width)
+            self._largest = max(self._largest, chunk.array.nbytes)
             self._waiting[index] = asyncio.ensure_future(self._answer(index, chunk, deadline))
             sending = asyncio.ensure_future(asyncio.wait_for(self._sent(chunk), deadline))
             try:
@@ -316,6 +321,15 @@ class Coordinator:
     def _deadline(self, width: int) -> float:
         """Return the seconds that a chunk may take, those before it included."""
         return max(self.timeout, _SLACK * self._slowest * width) * (1 + len(self._waiting) / 4)
+
+    @property
+    def positions(self) -> int:
+        """Positions that a stage computes in a quarter of the timeout, by what traversals took so far."""
+        return min(POSITIONS, max(1, int(self.timeout / 4 / self._slowest))) if self._slowest else POSITIONS
+
+    def _patience(self) -> float:
+        """Return the seconds that a stage has to say that it is there, which it may do behind a chunk."""
+        return min(self.timeout, max(0.5, self.timeout / 10) + self._largest / _INTAKE)
 
     async def _sent(self, chunk: Chunk) -> None:
         """Send a chunk to the head, after the tail knows where to send what comes of it."""
@@ -337,6 +351,8 @@ class Coordinator:
             del self._arrivals[index]
         if answer.array is not None and boundary_digest(answer.array) != answer.record.digest:
             raise _Broken(f"the answer to chunk {index} was damaged on its way")
+        if answer.array is not None:
+            self._largest = max(self._largest, answer.array.nbytes)
         self._slowest = max((loop.time() - began) / width / (1 + ahead), 0.95 * self._slowest)
         return answer
 
@@ -512,7 +528,8 @@ class Coordinator:
                 self._crew.spare,
                 self._crew.gone,
                 lambda: self._fed,
-                min(self.timeout, max(0.5, self.timeout / 10)),
+                self._patience(),
+                self.positions,
             )
             try:
                 report = await run_recovery(
@@ -529,6 +546,8 @@ class Coordinator:
                 )
             except GenerationInterrupted as error:
                 self._epoch = max(self._epoch, vars(error)["report"].epoch)
+                if isinstance(error, NoSpareError):
+                    self._explain(error, flying)
                 raise
             for stage in evicted:
                 self._evicted.pop(stage, None)
@@ -563,11 +582,33 @@ class Coordinator:
         times = "two" if lives == 2 else lives
         report.abandoned[session.name] = GenerationInterrupted(
             f"session {session.name}: stage {loss.stage} failed at position {position} on {times} workers: "
-            f"{loss.detail or f'no answer within {self.timeout:g} s or more'}",
+            f"{loss.detail or self._too_slow(loss.stage, len(failed))}",
             stage=loss.stage,
             session=session.name,
             committed=session.state().committed,
             checkpoint=session.state().checkpoint(),
+        )
+
+    def _explain(self, error: NoSpareError, flying: Mapping[int, FedSession]) -> None:
+        """Say so where a stage only took too long, on the last spare as well."""
+        for loss in reversed(vars(error)["report"].losses):
+            session = flying.get(loss.chunk)
+            if (
+                session is None
+                or loss.stage != error.stage
+                or loss.kind is not LossKind.FROZEN
+                or loss.detail
+            ):
+                continue
+            before = self._failures.get((loss.stage, session.name, session.begin_of(loss.chunk)), [])
+            error.args = (f"{error}; {self._too_slow(loss.stage, len(before) + 1)}",)
+            return
+
+    def _too_slow(self, stage: int, workers: int) -> str:
+        each = f"each of {workers} workers" if workers > 1 else "the worker that had it"
+        return (
+            f"stage {stage} answered, but took longer than timeout={self.timeout:g} s for a chunk on {each}: "
+            "raise timeout if that is what it takes"
         )
 
     # -- what audits ask -------------------------------------------------------------------------

@@ -132,10 +132,17 @@ class CoordinatorPlugin(WorkerPlugin):
             await asyncio.to_thread(_ended, pipeline)
 
 
+class _Hosted(Pipeline):
+    """A pipeline under the name by which its client knows it."""
+
+    def _named(self, name: str | None) -> str:
+        return str(name)
+
+
 def _started(address: str, security: Security, weights: bytes, settings: bytes) -> Pipeline:
     client = Client(address, security=security, set_as_default=False)
     try:
-        return Pipeline(client, cloudpickle.loads(weights), **cloudpickle.loads(settings))
+        return _Hosted(client, cloudpickle.loads(weights), **cloudpickle.loads(settings))
     except BaseException:
         client.close()
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from distributed import Client, Scheduler, SchedulerPlugin
@@ -12,6 +13,9 @@ __all__ = ["OwnersPlugin", "disown", "own"]
 
 #: Seconds in which a driver that has lost the scheduler may be back.
 GRACE = 30.0
+
+#: Seconds after which a worker that did not answer is told again.
+AGAIN = 1.0
 
 
 class OwnersPlugin(SchedulerPlugin):
@@ -37,22 +41,39 @@ class OwnersPlugin(SchedulerPlugin):
         """Note what workers are to be told when a client is gone (RPC handler)."""
         self._farewells.setdefault(client, {})[pipeline] = farewell
 
-    async def disown(self, client: str, pipeline: str) -> None:
-        """Forget a pipeline that was closed (RPC handler)."""
-        self._farewells.get(client, {}).pop(pipeline, None)
+    async def disown(self, client: str, pipeline: str, silent: Iterable[str]) -> None:
+        """Forget a pipeline that was closed, once workers that did not answer have heard (RPC handler)."""
+        farewell = self._farewells.get(client, {}).pop(pipeline, None)
+        if farewell is not None:
+            self._tell(silent, farewell)
+
+    def _tell(self, workers: Iterable[str], message: dict[str, Any]) -> None:
+        for address in workers:
+            self._watch(self._told(address, message))
+
+    async def _told(self, address: str, message: dict[str, Any]) -> None:
+        """Tell a worker something, and again until it has heard or left: it may be frozen for a while."""
+        while address in self.scheduler.workers:
+            answers = await self.scheduler.broadcast(msg=message, workers=[address], on_error="return")
+            if not isinstance(answers[address], OSError):
+                return
+            await asyncio.sleep(AGAIN)
+
+    def _watch(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(task := asyncio.ensure_future(work))
+        task.add_done_callback(self._tasks.discard)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Let go of what a client has, unless it is back soon."""
         if client in self._farewells:
-            self._tasks.add(task := asyncio.ensure_future(self._let_go(client)))
-            task.add_done_callback(self._tasks.discard)
+            self._watch(self._let_go(client))
 
     async def _let_go(self, client: str) -> None:
         await asyncio.sleep(GRACE)
         if client in self.scheduler.clients:
             return
         for message in self._farewells.pop(client, {}).values():
-            await self.scheduler.broadcast(msg=message, on_error="ignore")
+            self._tell(list(self.scheduler.workers), message)
 
 
 async def own(client: Client, pipeline: str, method: str, /, **arguments: Any) -> None:
@@ -63,8 +84,8 @@ async def own(client: Client, pipeline: str, method: str, /, **arguments: Any) -
     await scheduler.sdc_own(client=client.id, pipeline=pipeline, farewell=farewell)
 
 
-async def disown(client: Client, pipeline: str) -> None:
-    """Forget a pipeline that was closed."""
+async def disown(client: Client, pipeline: str, silent: Sequence[str] = ()) -> None:
+    """Forget a pipeline that was closed; the scheduler tells workers of it that could not be told."""
     scheduler: Any = client.scheduler
     with contextlib.suppress(OSError):  # it forgets by itself, if it is lost
-        await scheduler.sdc_disown(client=client.id, pipeline=pipeline)
+        await scheduler.sdc_disown(client=client.id, pipeline=pipeline, silent=list(silent))

@@ -98,7 +98,7 @@ class Pipeline(StagedPipeline):
     ledger : str or path, optional
         File to which receipts, recoveries and runs are appended.
     name : str, optional
-        Name of the pipeline on the cluster; by default one that no other has.
+        What the pipeline's name on the cluster begins with; a random part makes it one that no other has.
 
     Attributes
     ----------

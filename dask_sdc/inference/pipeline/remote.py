@@ -74,7 +74,8 @@ class RemotePipeline:
     ) -> None:
         if not isinstance(client, Client):
             raise InputTypeError(f"client: expected a distributed.Client, got {type(client).__name__}")
-        self.client, self.coordinator, self.name = client, worker or "", pipeline_name()
+        self.client, self.coordinator = client, worker or ""
+        self.name = pipeline_name(settings.get("name"))
         self._started = False
         self._blobs = [
             _packed("weights", weights),
@@ -251,6 +252,7 @@ class RemotePipeline:
             await asyncio.wait_for(ended, _FAREWELL if self._lost else 2 * self._timeout)
         except OSError:
             await self._dismiss()
+            await disown(self.client, self.name, [self.coordinator])
         else:
             await disown(self.client, self.name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client
+from distributed import Client, Scheduler, Worker
+from distributed.utils_test import gen_cluster
 
 from dask_sdc.inference.pipeline import Pipeline, owners
 from dask_sdc.inference.weights.store import WeightStore
 from tests.cluster.waiting import until
-from tests.inference.pipeline.models import PROMPT, generated, left_over
+from tests.inference.pipeline.models import PROMPT, THREADS_OF_ZARR, generated, left_over
 
 DRIVER = """
 import sys, time
@@ -50,3 +52,27 @@ def test_stages_of_a_killed_driver_are_let_go(
     until(lambda: not any(client.run(left_over).values()))
     with Pipeline(client, folder, stages=2, spares=1) as pipeline:
         assert pipeline.generate(PROMPT, 4).ids == generated(store, PROMPT, 4)
+
+
+def test_a_worker_that_is_frozen_when_a_pipeline_closes_hears_of_it_later(store: WeightStore) -> None:
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, timeout=120, clean_kwargs=THREADS_OF_ZARR)
+    async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
+        async with Pipeline(c, store, stages=2, spares=1, name="same") as other:
+            pipeline = await Pipeline(c, store, stages=2, spares=1, name="same", timeout=1.0)
+            frozen = next(w for w in workers if w.address == pipeline.workers[1])
+            leave, thawed = frozen.handlers["sdc_stage_leave"], asyncio.Event()
+
+            async def lost(**arguments: Any) -> None:
+                frozen.handlers["sdc_stage_leave"] = leave
+                await thawed.wait()
+
+            frozen.handlers["sdc_stage_leave"] = lost
+            await pipeline.close()
+            assert frozen.handlers["sdc_stage_leave"] is leave
+            while pipeline.name in left_over(frozen):
+                await asyncio.sleep(0.01)
+            assert (await other.generate(PROMPT, 4)).ids == generated(store, PROMPT, 4)
+            thawed.set()
+        assert not any(map(left_over, workers))
+
+    run()
