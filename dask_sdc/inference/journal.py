@@ -453,7 +453,7 @@ class Journal:
             self._nbytes += own.nbytes
             try:
                 self._make_room()
-            except (OSError, StageError):
+            except StageError:
                 self.truncate(position)
                 raise
         return digest
@@ -563,7 +563,12 @@ class Journal:
             index = self._log._records[self._spilled].index
             held = self._held[index]
             assert held.array is not None
-            self._store().write(index, held.array.reshape(-1).view(np.uint8).data)
+            try:
+                self._store().write(index, held.array.reshape(-1).view(np.uint8).data)
+            except OSError as error:
+                raise StageError(
+                    f"{self.name}: expected room to spill {held.nbytes} bytes, got {error}"
+                ) from error
             held.array = None
             self._nbytes -= held.nbytes
             self._spilled += 1

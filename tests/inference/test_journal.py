@@ -237,7 +237,7 @@ class Full:
 def test_a_full_disk_refuses_the_chunk_and_leaves_the_journal_whole() -> None:
     journal = Journal(0, Full())
     journal.append(0, 0, chunk(0, 2))
-    with pytest.raises(OSError, match="expected room"):
+    with pytest.raises(StageError, match="expected room to spill 24 bytes, got expected room"):
         journal.append(1, 2, chunk(1, 2))
     assert (journal.position, journal.nbytes, journal.spilled) == (2, 0, 1)
     np.testing.assert_array_equal(journal.read(0), chunk(0, 2))

@@ -76,10 +76,8 @@ class StagedPipeline(ABC):
         journal_bytes = check_int("journal_bytes", journal_bytes, 0)
         if check_number("timeout", timeout) == 0:
             raise InputError(f"timeout: expected seconds > 0, got {timeout!r}")
-        if replay not in ("exact", "fast"):
-            raise InputError(f"replay: expected 'exact' or 'fast', got {replay!r}")
-        if spare_weights not in ("memory", "disk"):
-            raise InputError(f"spare_weights: expected 'memory' or 'disk', got {spare_weights!r}")
+        _check_choice("replay", replay, "exact", "fast")
+        _check_choice("spare_weights", spare_weights, "memory", "disk")
         if kv_bytes is not None:
             kv_bytes = check_int("kv_bytes", kv_bytes, 1)
         for key, path in (("spill", spill), ("ledger", ledger)):
@@ -101,7 +99,7 @@ class StagedPipeline(ABC):
         self.quarantined: dict[str, str] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._routes = Routes(client.rpc, self._timeout)
-        self._crew = Crew(self._session, self._routes, spares, spare_weights, self._watch)
+        self._crew = Crew(self._session, self._routes, spares, spare_weights, self._watch, self._timeout / 4)
         self._closed = False
 
     def _named(self, name: str | None) -> str:
@@ -313,6 +311,11 @@ def pipeline_name(name: Any = None) -> str:
     if not isinstance(name, str) or Path(name).name != name:
         raise InputError(f"name: expected text that a folder can be called by, got {name!r}")
     return f"{name}-{uuid.uuid4().hex[:12]}"
+
+
+def _check_choice(name: str, value: Any, *choices: str) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise InputError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")
 
 
 def check_int(name: str, value: Any, least: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -37,15 +38,18 @@ class Candidates:
         self._session, self._routes = session, routes
         self._paces: dict[str, float] = {}
 
-    async def found(self, shunned: Collection[str] = ()) -> list[Candidate]:
+    async def found(self, shunned: Collection[str] = (), patience: float | None = None) -> list[Candidate]:
         """Return who may be used now, by the last measurement of each.
 
         Parameters
         ----------
         shunned : collection of str
             Addresses that are left out.
+        patience : float, optional
+            Seconds that workers are waited for which are still starting; half a minute by default.
         """
-        await self._session.refresh_members()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._session.refresh_members(), patience)
         scheduler: Any = self._session.client.scheduler
         info = (await scheduler.identity())["workers"]
         allowed = permitted({address: worker.get("resources") or {} for address, worker in info.items()})

@@ -55,8 +55,10 @@ class Copies:
         folder = self._folder / pipeline / str(number)
         try:
             copy = await asyncio.to_thread(_written, blob, folder)
-        except BaseException:
+        except BaseException as error:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise OSError(f"no copy in {folder}: {error}") from error
             raise
         finally:
             self._writing.pop((pipeline, number))

@@ -71,22 +71,31 @@ class Crew:
         Where a spare has the weights: all in memory, or those of one stage and the others on its local disk.
     watch : callable
         ``watch(coroutine)`` runs it in the background until the pipeline is closed.
+    patience : float
+        Seconds that workers which are still starting are waited for where a stage is to be replaced.
     """
 
     def __init__(
-        self, session: Session, routes: Routes, spares: int, keep: str, watch: Callable[[Any], None]
+        self,
+        session: Session,
+        routes: Routes,
+        spares: int,
+        keep: str,
+        watch: Callable[[Any], None],
+        patience: float,
     ) -> None:
         self._session, self._routes, self._wanted, self._watch = session, routes, spares, watch
         self._keep = keep
         self._there = Candidates(session, routes)
+        self._patience = patience
         # Where each worker has the stages that it was asked to have ready.
         self._prepared: dict[str, dict[int, str]] = {}
         self._tending = False
         self.ring: Ring | None = None
 
     async def candidates(self) -> list[Candidate]:
-        """Return the workers that may take a stage."""
-        return await self._there.found(self._shunned)
+        """Return the workers that may take a stage; whoever waits for them has a deadline."""
+        return await self._there.found(self._shunned, self._patience)
 
     async def measured(self) -> list[Candidate]:
         """Return those that answer, after a measurement of newcomers."""

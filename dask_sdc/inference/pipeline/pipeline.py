@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -167,7 +167,7 @@ class Pipeline(StagedPipeline):
         )
         depth = check_int("depth", depth, 1)
         prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1)
-        if stages != "auto":
+        if not isinstance(stages, str) or stages != "auto":
             stages = check_int("stages", stages, 1)
         _check_methods("drafter", drafter, "draft")
         _check_methods("tokenizer", tokenizer, "encode", "decode")
@@ -292,6 +292,10 @@ class Pipeline(StagedPipeline):
         """
         request = self.request(prompt, 1)
         last = self.config.n_layers - 1
+        if not isinstance(logits, bool | np.bool_):
+            raise InputTypeError(f"logits: expected True or False, got {logits!r}")
+        if not isinstance(layers, Iterable):
+            raise InputTypeError(f"layers: expected a sequence of int, got {layers!r}")
         wanted = tuple(layers)
         if any(type(layer) is not int or not 0 <= layer <= last for layer in wanted):
             raise InputError(f"layers: expected ints in 0..{last}, got {list(wanted)}")

@@ -74,6 +74,8 @@ class RemotePipeline:
     ) -> None:
         if not isinstance(client, Client):
             raise InputTypeError(f"client: expected a distributed.Client, got {type(client).__name__}")
+        if worker is not None and not isinstance(worker, str):
+            raise InputTypeError(f"worker: expected an address, got {worker!r}")
         self.client, self.coordinator = client, worker or ""
         self.name = pipeline_name(settings.get("name"))
         self._started = False

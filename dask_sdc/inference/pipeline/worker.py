@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,9 +21,9 @@ from distributed import Status, Worker, WorkerPlugin
 from distributed.comm.core import Comm
 from distributed.protocol.serialize import to_serialize
 
-from dask_sdc.exceptions import StageError
+from dask_sdc.exceptions import InputError, StageError
 from dask_sdc.inference.host import Chunk, Output, SessionSettings, StageHost
-from dask_sdc.inference.journal import ChunkRecord, boundary_digest, cut_records
+from dask_sdc.inference.journal import ChunkRecord, FileSpill, boundary_digest, cut_records
 from dask_sdc.inference.model.kernels import set_threads, threads
 from dask_sdc.inference.pace import decoding_pace
 from dask_sdc.inference.pipeline.copies import Copies
@@ -401,8 +402,10 @@ class StageWorkerPlugin(WorkerPlugin):
         self, pipeline: str, place: Mapping[str, Any], stage: bytes, epoch: int, topic: str
     ) -> str:
         """Give a stage of a pipeline a seat here and return its digest (RPC handler)."""
-        await self.leave(pipeline)
         where = Place(**place)
+        if where.spill is not None:
+            await asyncio.to_thread(_expect_writable, where.spill, self.worker.address)
+        await self.leave(pipeline)
         loaded = await self._loaded(pipeline, where.number, stage)
         if pipeline not in self.spares:
             raise StageError(f"stage {where.number}: pipeline {pipeline} was closed while it was loaded")
@@ -594,6 +597,15 @@ class StageWorkerPlugin(WorkerPlugin):
         """Take one long chunk again and return the record of the output (RPC handler)."""
         seat = self._seat(pipeline)
         return pack_record(await seat.run(seat.host.replay_joined, unpack_chunk(chunk)))
+
+
+def _expect_writable(folder: str, address: str) -> None:
+    """Refuse a folder for journals in which a file cannot be made."""
+    try:
+        FileSpill(Path(folder) / uuid.uuid4().hex).close()
+    except OSError as error:
+        got = f"{type(error).__name__}: {error}"
+        raise InputError(f"spill: expected a folder that worker {address} can write to, got {got}") from error
 
 
 def _use_threads(count: int) -> None:

@@ -55,7 +55,7 @@ def test_stages_of_a_killed_driver_are_let_go(
 
 
 def test_a_worker_that_is_frozen_when_a_pipeline_closes_hears_of_it_later(store: WeightStore) -> None:
-    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, timeout=120, clean_kwargs=THREADS_OF_ZARR)
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, timeout=250, clean_kwargs=THREADS_OF_ZARR)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         async with Pipeline(c, store, stages=2, spares=1, name="same") as other:
             pipeline = await Pipeline(c, store, stages=2, spares=1, name="same", timeout=1.0)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from distributed import Client, Scheduler, Worker
 from distributed.utils_test import gen_cluster
@@ -180,6 +181,7 @@ def test_bad_input_is_refused_before_anything_is_sent(store: WeightStore) -> Non
             ({"prefill_chunk": True}, "prefill_chunk"),
             ({"boundaries": [6]}, "boundaries"),
             ({"boundaries": [2], "stages": 3}, "expected 2 stages by boundaries"),
+            ({"replay": np.array(["exact", "fast"])}, "replay: expected 'exact' or 'fast', got array"),
             ({"spare_weights": "ram"}, "spare_weights: expected 'memory' or 'disk', got 'ram'"),
             ({"name": "../x"}, "name: expected text that a folder can be called by, got '../x'"),
             ({"name": 5}, "name: expected text that a folder can be called by, got 5"),
@@ -285,11 +287,15 @@ def test_a_lost_message_is_a_gap_though_others_came_after_it(
     in_cluster(body)
 
 
-def test_weights_that_were_damaged_are_refused_and_nothing_is_left(damaged: Path) -> None:
+def test_damaged_weights_and_no_place_to_spill_are_refused_and_nothing_is_left(damaged: Path) -> None:
     async def body(c: Client) -> None:
         with pytest.raises(CorruptionError, match=r"layers\.1\.mlp\.up\.weight is damaged"):
             await Pipeline(c, damaged, stages=3, spares=1)
         assert not any((await c.run(left_over)).values())
+        no_folder = next(path for path in damaged.iterdir() if path.is_file())
+        expected = "spill: expected a folder that worker .* can write to, got NotADirectoryError"
+        with pytest.raises(InputError, match=expected):
+            await Pipeline(c, damaged, stages=1, spares=0, spill=no_folder)
 
     in_cluster(body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
 import time
@@ -58,7 +59,7 @@ class Slow(Stage):
 
 
 def test_a_stage_that_is_slower_than_the_timeout_is_told_from_one_that_is_lost() -> None:
-    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, timeout=120, clean_kwargs=THREADS_OF_ZARR)
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, timeout=250, clean_kwargs=THREADS_OF_ZARR)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         GO_ON.clear()
         try:
@@ -78,7 +79,7 @@ def test_a_stage_that_is_slower_than_the_timeout_is_told_from_one_that_is_lost()
 
 
 def test_a_replay_that_takes_longer_than_the_timeout_in_all_is_no_loss() -> None:
-    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, timeout=120, clean_kwargs=THREADS_OF_ZARR)
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, timeout=250, clean_kwargs=THREADS_OF_ZARR)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
         async with ArrayPipeline(c, [Slow(), Slow(0.05)], spares=1, timeout=1.0, depth=1) as pipeline:
             made = 0
@@ -90,5 +91,21 @@ def test_a_replay_that_takes_longer_than_the_timeout_in_all_is_no_loss() -> None
             assert made == 41
             [report] = pipeline.recoveries
             assert (report.attempts, report.replays[0].chunks) == (1, 40)
+
+    run()
+
+
+def test_where_all_workers_are_gone_there_is_no_spare_until_there_are_others() -> None:
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, timeout=250, clean_kwargs=THREADS_OF_ZARR)
+    async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
+        async with ArrayPipeline(c, [Slow(), Slow()], spares=1, timeout=2.0, depth=1) as pipeline:
+            await asyncio.gather(*(worker.close() for worker in workers))
+            with pytest.raises(NoSpareError, match="stage 0: expected a spare, got none left"):
+                async for _ in pipeline.run([np.zeros((1, 1, 2))]):
+                    pass
+            async with Worker(s.address), Worker(s.address):
+                await c.wait_for_workers(2)
+                [part] = [part async for part in pipeline.run([np.zeros((1, 1, 2))])]
+                assert (part == 2).all()
 
     run()
