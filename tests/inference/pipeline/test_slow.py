@@ -14,7 +14,9 @@ from distributed import Client, Scheduler, Worker
 from distributed.utils_test import gen_cluster
 
 from dask_sdc.exceptions import NoSpareError
-from dask_sdc.inference.pipeline import ArrayPipeline
+from dask_sdc.faults.stages import StageFault, arm_stage_fault
+from dask_sdc.inference.pipeline import ArrayPipeline, coordinator
+from dask_sdc.inference.session import LossKind
 from dask_sdc.inference.stage import Stage
 from tests.inference.pipeline.models import THREADS_OF_ZARR
 
@@ -107,5 +109,30 @@ def test_where_all_workers_are_gone_there_is_no_spare_until_there_are_others() -
                 await c.wait_for_workers(2)
                 [part] = [part async for part in pipeline.run([np.zeros((1, 1, 2))])]
                 assert (part == 2).all()
+
+    run()
+
+
+def test_a_stage_that_takes_in_a_large_chunk_may_answer_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "_INTAKE", 1)  # so that a chunk of some bytes takes long
+
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, timeout=250, clean_kwargs=THREADS_OF_ZARR)
+    async def run(c: Client, s: Scheduler, *workers: Worker) -> None:
+        async with ArrayPipeline(c, [Slow(), Slow()], spares=1, timeout=4.0, depth=1) as pipeline:
+            before = pipeline.workers
+            tail = next(worker for worker in workers if worker.address == before[1])
+            stop = tail.handlers["sdc_stage_stop"]
+
+            async def late(**arguments: Any) -> None:
+                await asyncio.sleep(1.0)  # longer than stages of small chunks have
+                await stop(**arguments)
+
+            tail.handlers["sdc_stage_stop"] = late
+            await arm_stage_fault(pipeline, StageFault("drop", 0, 1))
+            made = [part async for part in pipeline.run(np.full((1, 1, 2), k) for k in range(3))]
+            assert [part[0, 0, 0] for part in made] == [2, 3, 4]
+            [report] = pipeline.recoveries
+            assert [loss.kind for loss in report.losses] == [LossKind.GAP]
+            assert pipeline.workers == before
 
     run()
