@@ -99,7 +99,8 @@ class StagedPipeline(ABC):
         self.quarantined: dict[str, str] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._routes = Routes(client.rpc, self._timeout)
-        self._crew = Crew(self._session, self._routes, spares, spare_weights, self._watch, self._timeout / 4)
+        patience = 0.7 * self._timeout
+        self._crew = Crew(self._session, self._routes, spares, spare_weights, self._watch, patience)
         self._closed = False
 
     def _named(self, name: str | None) -> str:

@@ -14,8 +14,11 @@ __all__ = ["OwnersPlugin", "disown", "own"]
 #: Seconds in which a driver that has lost the scheduler may be back.
 GRACE = 30.0
 
+#: Seconds in which the scheduler hears that a pipeline was closed, unless it is lost.
+_FAREWELL = 5.0
+
 #: Seconds after which a worker that did not answer is told again.
-AGAIN = 1.0
+_AGAIN = 1.0
 
 
 class OwnersPlugin(SchedulerPlugin):
@@ -57,7 +60,7 @@ class OwnersPlugin(SchedulerPlugin):
             answers = await self.scheduler.broadcast(msg=message, workers=[address], on_error="return")
             if not isinstance(answers[address], OSError):
                 return
-            await asyncio.sleep(AGAIN)
+            await asyncio.sleep(_AGAIN)
 
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := asyncio.ensure_future(work))
@@ -88,4 +91,5 @@ async def disown(client: Client, pipeline: str, silent: Sequence[str] = ()) -> N
     """Forget a pipeline that was closed; the scheduler tells workers of it that could not be told."""
     scheduler: Any = client.scheduler
     with contextlib.suppress(OSError):  # it forgets by itself, if it is lost
-        await scheduler.sdc_disown(client=client.id, pipeline=pipeline, silent=list(silent))
+        told = scheduler.sdc_disown(client=client.id, pipeline=pipeline, silent=list(silent))
+        await asyncio.wait_for(told, _FAREWELL)
