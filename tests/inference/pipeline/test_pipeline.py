@@ -293,7 +293,7 @@ def test_damaged_weights_and_no_place_to_spill_are_refused_and_nothing_is_left(d
             await Pipeline(c, damaged, stages=3, spares=1)
         assert not any((await c.run(left_over)).values())
         no_folder = next(path for path in damaged.iterdir() if path.is_file())
-        expected = "spill: expected a folder that worker .* can write to, got NotADirectoryError"
+        expected = "spill: expected a folder that worker .* can write to, got FileExistsError"
         with pytest.raises(InputError, match=expected):
             await Pipeline(c, damaged, stages=1, spares=0, spill=no_folder)
 
