@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -14,7 +15,6 @@ import dask
 from dask.utils import parse_timedelta
 from distributed import Worker, WorkerPlugin, get_worker
 from distributed.utils import offload
-from tornado.ioloop import PeriodicCallback
 
 from dask_sdc.cluster.devices import DeviceWatch, visible_gpus
 from dask_sdc.evidence.fingerprint import environment_fingerprint
@@ -51,7 +51,7 @@ class SDCWorkerPlugin(WorkerPlugin):
         self.pin_cores = pin_cores
         self.executor: ShardExecutor
         self._watch: DeviceWatch | None = None
-        self._health: PeriodicCallback | None = None
+        self._looking: asyncio.Future[None] | None = None
         self._told: list[DeviceHealth] = []
 
     async def setup(self, worker: Worker) -> None:
@@ -78,8 +78,12 @@ class SDCWorkerPlugin(WorkerPlugin):
         await offload(watch.listen)
         await self.tell_health()
         seconds = parse_timedelta(dask.config.get("sdc.health.interval"))
-        self._health = PeriodicCallback(self.tell_health, seconds * 1000)
-        self._health.start()
+        self._looking = asyncio.ensure_future(self._look_again(seconds))
+
+    async def _look_again(self, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            await self.tell_health()
 
     async def tell_health(self) -> None:
         """Read the health of the GPUs, off the event loop; the scheduler hears what is new."""
@@ -115,8 +119,8 @@ class SDCWorkerPlugin(WorkerPlugin):
         """Leave nothing behind."""
         if self._watch is not None:
             self._watch.close()
-        if self._health is not None:
-            self._health.stop()
+        if self._looking is not None:
+            self._looking.cancel()
         for name in ("sdc_warm", "sdc_label", "sdc_run"):
             worker.handlers.pop(name, None)
 

@@ -13,10 +13,9 @@ import numpy as np
 import xarray as xr
 import zarr
 from dask.delayed import delayed
-from fsspec import get_filesystem_class  # type: ignore[import-untyped]
 from zarr.abc.store import Store
 from zarr.errors import ContainsArrayError
-from zarr.storage import LocalStore, MemoryStore, ZipStore
+from zarr.storage import FsspecStore, LocalStore, MemoryStore, ZipStore
 
 from dask_sdc.dataset.layout import Arrays, Layout
 from dask_sdc.dataset.outputs import Array
@@ -50,11 +49,10 @@ def location(store: Any) -> Any:
 
 
 def _url(url: str) -> str:
-    protocol = url.partition("://")[0]
-    if protocol == "memory":
+    if url.startswith("memory://"):
         raise InputError(f"store: {_ELSEWHERE}")
     try:
-        get_filesystem_class(protocol)
+        FsspecStore.from_url(url)
     except (ValueError, ImportError) as error:
         raise InputError(f"store: expected a URL of a known protocol, got {url}: {error}") from error
     return url
