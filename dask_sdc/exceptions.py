@@ -30,6 +30,9 @@
     ├── GenerationFailed (RuntimeError)     raised on every rank when one of them cannot go on
     │   ├── RankLost                        a rank died, ended, or did not come in time
     │   └── StaleRound                      a rank that comes late, or twice
+    ├── DeviceError (RuntimeError)          no CUDA device that CuPy can use
+    │   ├── DeviceLost                      the context of a process on its device is dead
+    │   └── DeviceMemoryError (MemoryError)  no memory left on a device
     ├── LedgerError                         the chain is broken, or somebody else writes
     └── CheckpointError                     a checkpoint that does not belong to this fit or generation
 
@@ -272,6 +275,42 @@ class RankLost(GenerationFailed):
 
 class StaleRound(GenerationFailed):
     """A rank contributes to a round that is over, or while another one speaks for it."""
+
+
+class DeviceError(SDCError, RuntimeError):
+    """No CUDA device can be used: none is there, or CuPy, the driver and the device do not go together."""
+
+
+class DeviceLost(DeviceError):
+    """A device was lost in the middle of work: only another process, or another device, can go on."""
+
+
+class DeviceMemoryError(DeviceError, MemoryError):
+    """A device has no memory left.
+
+    Parameters
+    ----------
+    message : str
+        What was asked for, in use and allowed.
+    asked, used, limit : int or None, optional
+        The same in bytes, where it is known: of the allocation that failed, in use by the pool of CuPy, and
+        allowed to that pool.
+    """
+
+    asked: int | None
+    used: int | None
+    limit: int | None
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        asked: int | None = None,
+        used: int | None = None,
+        limit: int | None = None,
+        **fields: Any,
+    ) -> None:
+        super().__init__(message, asked=asked, used=used, limit=limit, **fields)
 
 
 class LedgerError(SDCError):

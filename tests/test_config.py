@@ -99,6 +99,7 @@ def test_every_default_is_commented() -> None:
         ("sdc.codec.limits.items", "1e6"),
         ("sdc.codec.limits.deep", 3),
         ("sdc.audit_rate", 0.1),
+        ("sdc.device.workspace", 64),
     ],
 )
 def test_schema_refuses(key: str, bad: object) -> None:
@@ -114,6 +115,10 @@ def test_times_are_times(key: str) -> None:
 @pytest.mark.parametrize("key", ["sdc.codec.limits.total", "sdc.codec.limits.array"])
 def test_sizes_are_sizes(key: str) -> None:
     assert parse_bytes(DEFAULTS[key]) == 2**30
+
+
+def test_the_workspace_of_devices_is_as_the_documentation_says() -> None:
+    assert parse_bytes(DEFAULTS["sdc.device.workspace"]) == 64 << 20
 
 
 def test_import_registers_the_defaults() -> None:

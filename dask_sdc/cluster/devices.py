@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from dask_sdc.policy.health import DeviceHealth
+from dask_sdc.statistics.kernels.cuda import cupy_version, workspace
 
 #: Milliseconds for which a thread waits for an event before it looks whether it is to end.
 _WAIT = 1000
@@ -44,6 +45,19 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(
         uuids[int(entry)] if entry.isdigit() and int(entry) < len(uuids) else entry for entry in chosen
     )
+
+
+def device_model() -> str:
+    """Return what results of this process's GPU depend on beside the data; empty without a GPU."""
+    nvml, uuids = _nvml(), visible_gpus()
+    if nvml is None or not uuids:
+        return ""
+    try:
+        name = _text(nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByUUID(uuids[0])))
+    except nvml.NVMLError:  # such as for an abbreviated UUID: then it is like no other
+        name = uuids[0]
+    driver = _text(nvml.nvmlSystemGetDriverVersion())
+    return f"{name}, driver {driver}, {cupy_version() or 'no CuPy'}, workspace {workspace()}"
 
 
 class DeviceWatch:

@@ -216,7 +216,9 @@ class RoundDriver:
                 case Quarantine():
                     self._background(self._quarantine(instruction))
                 case Evict():
-                    self._background(self._session.evict(instruction.domain, instruction.why))
+                    self._background(
+                        self._session.evict(instruction.domain, instruction.why, instruction.worker)
+                    )
                 case Abort():
                     raise instruction.error
 

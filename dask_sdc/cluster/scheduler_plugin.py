@@ -360,19 +360,21 @@ class SDCSchedulerPlugin(SchedulerPlugin):
         """Addresses of a quarantined domain that are connected and held."""
         return [w for w in self.domains.addresses(domain) if w in self.held]
 
-    async def evict(self, domain: str, reason: str) -> list[str]:
+    async def evict(self, domain: str, reason: str, worker: str = "") -> list[str]:
         """Give up a silent domain: reschedule its work and restart it where a nanny can.
 
-        A worker that is alive and busy with tasks of others stays as it is; the rest is returned.
+        A worker that is alive and busy with tasks of others stays as it is; the rest is returned. One that is
+        named is given up whatever it does, and no other: it has lost its device.
         """
-        workers = [w for w in self.domains.addresses(domain) if not self._serves_others(w)]
-        for worker in workers:
-            ws = self.scheduler.workers.get(worker)
+        there = self.domains.addresses(domain)
+        workers = [w for w in there if (w == worker if worker else not self._serves_others(w))]
+        for address in workers:
+            ws = self.scheduler.workers.get(address)
             if ws is None:
                 continue
             nanny = ws.nanny
-            logger.warning("Worker %s of domain %r is given up: %s", worker, domain, reason)
-            await self.scheduler.remove_worker(worker, stimulus_id=f"sdc-evict-{time()}", close=not nanny)
+            logger.warning("Worker %s of domain %r is given up: %s", address, domain, reason)
+            await self.scheduler.remove_worker(address, stimulus_id=f"sdc-evict-{time()}", close=not nanny)
             if nanny:
                 task = asyncio.create_task(self._restart(nanny))
                 self._tasks.add(task)

@@ -509,10 +509,11 @@ class Session:
 
     # -- orders to the plugins ---------------------------------------------------------
 
-    async def evict(self, domain: str, why: str) -> None:
-        """Give a silent domain up; one that is busy with the work of others joins again as it is."""
-        if await self._scheduler.sdc_evict(domain=domain, reason=why):
+    async def evict(self, domain: str, why: str, worker: str = "") -> None:
+        """Give a silent domain up, or one worker of it; what is busy or not meant joins again as it is."""
+        if await self._scheduler.sdc_evict(domain=domain, reason=why, worker=worker) and not worker:
             return
+        self._members.pop(worker, None)
         if any(member.domain == domain for member in self._members.values()):
             now = asyncio.get_running_loop().time()
             self._events.put_nowait(DomainJoined(self._place(domain), now))

@@ -16,7 +16,7 @@ from dask.utils import parse_timedelta
 from distributed import Worker, WorkerPlugin, get_worker
 from distributed.utils import offload
 
-from dask_sdc.cluster.devices import DeviceWatch, visible_gpus
+from dask_sdc.cluster.devices import DeviceWatch, device_model, visible_gpus
 from dask_sdc.evidence.fingerprint import environment_fingerprint
 from dask_sdc.graph.execute import Blob, ShardExecutor
 from dask_sdc.policy.domains import Identity
@@ -172,4 +172,4 @@ def _settle_environment() -> str:
     from threadpoolctl import threadpool_limits
 
     threadpool_limits(limits=1)
-    return environment_fingerprint().digest()
+    return environment_fingerprint(device_model()).digest()

@@ -24,6 +24,7 @@ from dask_sdc.evidence.seal import SealedBatch, SealedStatistic, failed_statisti
 from dask_sdc.exceptions import EncodeError, ShardError
 from dask_sdc.graph.block import Block
 from dask_sdc.statistics.base import ShardInfo, State, Statistic
+from dask_sdc.statistics.kernels.cuda import device_failure, out_of_memory, release_unused
 
 if TYPE_CHECKING:
     from dask_sdc.graph.sources import Loader, Reader
@@ -172,19 +173,34 @@ class ShardExecutor:
     def record(
         self, statistic: Statistic, info: ShardInfo, reader: Reader, context: ShardContext
     ) -> SealedStatistic:
-        """Load, update and seal one shard; a failure becomes an ``error`` record."""
+        """Load, update and seal one shard; a failure becomes an ``error`` record.
+
+        Where a device has no memory left, what nobody uses is given back, and the shard tried once more.
+        """
         start = time.perf_counter()
+        info = replace(info, shard_id=context.shard_id)
         try:
-            block = self.load(reader, context)
-            info = replace(info, shard_id=context.shard_id)
-            state = self.update(statistic, info, block, context)
-            return self.seal(statistic, state, block, context, start)
+            try:
+                return self._computed(statistic, info, reader, context, start)
+            except Exception as exc:
+                if not out_of_memory(exc):
+                    raise
+            # Not within the handler, whose traceback holds what is to be given back.
+            release_unused()
+            return self._computed(statistic, info, reader, context, start)
         except BaseException as exc:
             # A worker loses the task of whoever calls for an exit in one of its threads.
-            note = str(exc) if isinstance(exc, ShardError) else f"{type(exc).__name__}: {exc}"
-            return failed_statistic(
-                context.shard_id, (type(exc).__name__, note), elapsed=time.perf_counter() - start
-            )
+            failure = device_failure(exc) or exc
+            kind = type(failure).__name__
+            note = str(failure) if isinstance(failure, ShardError) else f"{kind}: {failure}"
+            return failed_statistic(context.shard_id, (kind, note), elapsed=time.perf_counter() - start)
+
+    def _computed(
+        self, statistic: Statistic, info: ShardInfo, reader: Reader, context: ShardContext, start: float
+    ) -> SealedStatistic:
+        block = self.load(reader, context)
+        state = self.update(statistic, info, block, context)
+        return self.seal(statistic, state, block, context, start)
 
     def load(self, reader: Reader, context: ShardContext) -> Block:
         """Read the shard's block from its source; it is valid until the next load."""

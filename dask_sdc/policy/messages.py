@@ -103,10 +103,11 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Evict:
-    """Give a silent domain up."""
+    """Give a domain up: all of a silent one, or the one worker that lost its device."""
 
     domain: str
     why: str
+    worker: str = ""
 
 
 @dataclass(frozen=True)

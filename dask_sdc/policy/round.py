@@ -18,8 +18,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dask_sdc.evidence.seal import failed_statistic
-from dask_sdc.exceptions import NoDomainError, SDCError, ShardError
+from dask_sdc.evidence.seal import SealedStatistic, failed_statistic
+from dask_sdc.exceptions import (
+    DeviceError,
+    DeviceLost,
+    DeviceMemoryError,
+    InputTypeError,
+    NoDomainError,
+    SDCError,
+    ShardError,
+)
 from dask_sdc.policy.audits import AuditBatches
 from dask_sdc.policy.cases import TOO_FEW, CaseBook, Finding, data_error, garbled_voice, voice_of
 from dask_sdc.policy.healing import Healing, status_of
@@ -49,6 +57,11 @@ from dask_sdc.policy.roster import Domain, Outstanding, Roster
 from dask_sdc.policy.sampling import CoverageSampler
 from dask_sdc.policy.verdict import Closeness, Decision, Outcome, Status, Voice
 
+#: Errors of a shard that are raised as what they are: they say what to do about the data or the cluster.
+_RAISED: dict[str, type[SDCError]] = {
+    error.__name__: error for error in (InputTypeError, DeviceError, DeviceMemoryError)
+}
+
 #: Why a shard is tried again that a batch came back without.
 LEFT_OUT = "left out of its batch"
 
@@ -60,6 +73,11 @@ class Step:
     what: str
     domain: str
     shard_id: int
+
+
+def _lost_device(record: SealedStatistic) -> bool:
+    """Say whether a shard failed for nothing but that its worker's device is lost."""
+    return record.status == "error" and record.notes[:1] == (DeviceLost.__name__,)
 
 
 class Round:
@@ -337,34 +355,40 @@ class Round:
         if result.status == "garbled":
             self._garbled(outstanding)
             return
+        lost = next((r.notes[-1] for r in result.records if _lost_device(r)), "")
         # Shards that were not asked for are ignored; of two records of one the first counts.
         asked = set(order.shard_ids)
         heard = {
             r.shard_id: Heard(r, result.domain, result.worker, result.fingerprint, order.role, order.attempt)
             for r in reversed(result.records)
-            if r.shard_id in asked
+            if r.shard_id in asked and not _lost_device(r)
         }
         self._learn(heard.values(), self._roster[order.domain], event.now - outstanding.since)
-        if len(heard) + len(event.void) < len(order.shard_ids):
-            self._fail(order.domain, LEFT_OUT)
+        why = lost or LEFT_OUT
+        if len(heard) + len(event.void) < len(order.shard_ids) and not lost:
+            self._fail(order.domain, why)
         if order.role == "primary":
-            self._primaries(outstanding, heard)
+            self._primaries(outstanding, heard, why)
         elif order.role == "heal":
             self._healing.hear(outstanding, heard)
         else:
             for shard_id, part in outstanding.parts.items():
                 one = heard.get(shard_id)
                 voice = None if one is None else voice_of(part, one)
-                self._cases.hear(shard_id, part, order.batch_id, order.domain, voice, LEFT_OUT)
+                self._cases.hear(shard_id, part, order.batch_id, order.domain, voice, why)
+        if lost:
+            # Whatever else it computes fails as well, until another process takes its place.
+            self._roster.out.append(Evict(order.domain, lost, result.worker))
+            self._lost(order.domain, lost)
 
     def _learn(self, heard: Iterable[Heard], domain: Domain, waited: float) -> None:
         records = [one.record for one in heard if one.record.status != "error"]
         sizes = [len(record.payload) for record in records]
         self._roster.learn_cost(domain, [record.elapsed for record in records], sizes, waited)
 
-    def _primaries(self, outstanding: Outstanding, heard: Mapping[int, Heard]) -> None:
+    def _primaries(self, outstanding: Outstanding, heard: Mapping[int, Heard], why: str) -> None:
         order = outstanding.order
-        self._retry([k for k in order.shard_ids if k not in heard], order.domain, LEFT_OUT)
+        self._retry([k for k in order.shard_ids if k not in heard], order.domain, why)
         for shard_id, one in heard.items():
             self.log.append(Step("computed", order.domain, shard_id))
             voice = voice_of("primary", one)
@@ -449,7 +473,7 @@ class Round:
             kind, note = (*one.record.notes, "", "")[:2]
             if f"shard {shard_id}" not in note:
                 note = f"shard {shard_id}: {note}"
-            raise ShardError(
+            raise _RAISED.get(kind, ShardError)(
                 f"{note} ({kind} on {' and '.join(sorted(errors))}, worker {one.worker})",
                 shard_id=shard_id,
                 domain=one.domain,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from dask_sdc.exceptions import InputError, InputTypeError
-from dask_sdc.statistics.kernels import dtype_of, is_numpy, namespace, to_host
+from dask_sdc.statistics.kernels import dtype_of, is_numpy, namespace, place_of, to_host
 
 
 def checked_block(x: Any, shape: tuple[int, ...]) -> Any:
@@ -51,6 +52,29 @@ def real_block(x: Any, shape: tuple[int, ...], what: str) -> Any:
     return x
 
 
+def check_one_place(columns: Mapping[str, Any], what: str = "") -> None:
+    """Refuse arrays of which some are on the host and some on a device.
+
+    Parameters
+    ----------
+    columns : mapping of str to array
+        Arrays by name; None is no array.
+    what : str, optional
+        What they are columns of, for the message.
+
+    Raises
+    ------
+    InputTypeError
+        Naming which column is where.
+    """
+    places = {name: place_of(array) for name, array in columns.items() if array is not None}
+    if len(set(places.values())) > 1:
+        where = ", ".join(f"{name} on the {place}" for name, place in places.items())
+        raise InputTypeError(
+            f"{what}{': ' if what else ''}expected all columns on the host or all on a device, got {where}"
+        )
+
+
 def weighted_rows(x: Any, weights: Any, *others: Any) -> tuple[Any, ...]:
     """Return ``(x, weights, *others)`` without the samples of weight zero.
 
@@ -66,7 +90,10 @@ def weighted_rows(x: Any, weights: Any, *others: Any) -> tuple[Any, ...]:
     ------
     InputError
         If weights are not one real number per sample, or any is negative or not finite.
+    InputTypeError
+        If some arrays are on the host and some on a device.
     """
+    check_one_place({"x": x, "weights": weights, "target": others[0] if others else None})
     if weights is None:
         return (x, None, *others)
     w = np.ascontiguousarray(to_host(weights) if hasattr(weights, "dtype") else weights)

@@ -82,6 +82,10 @@ def nvmlDeviceGetName(handle: str) -> str:
     return "Fake H100"
 
 
+def nvmlSystemGetDriverVersion() -> str:
+    return "570.1"
+
+
 def nvmlDeviceGetTotalEccErrors(handle: str, kind: int, counter: int) -> int:
     name = "uncorrected" if kind == NVML_MEMORY_ERROR_TYPE_UNCORRECTED else "corrected"
     if name not in _of(handle):

@@ -170,7 +170,7 @@ def test_any_real_type_and_layout(dtype: str) -> None:
 def test_converted_blocks_are_merged_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     import dask_sdc.statistics.kernels.cuda.shapes as shapes
 
-    monkeypatch.setattr(shapes, "CONVERTED", 300)
+    monkeypatch.setattr(shapes, "workspace", lambda: 2400)
     x = np.random.default_rng(7).integers(-1000, 1000, (333, 3)).astype("i2")
     got = moments.device_moments(HostDevice(), x, None, True, False)
     expected = moments.block_moments(x, None, True, False)

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from dask_sdc.evidence.codec import digest
-from dask_sdc.evidence.seal import SealedBatch, SealedStatistic
+from dask_sdc.evidence.seal import SealedBatch, SealedStatistic, failed_statistic
 from dask_sdc.exceptions import SDCError
 from dask_sdc.policy import cases
 from dask_sdc.policy.messages import (
@@ -54,7 +54,7 @@ FAR = 1000.0
 COMPUTE = ("transient", "persistent", "shifting", "near")
 GARBLING = ("damaged", "garbled")
 LOUD = ("error", "violation")
-LOSSES = ("dropped", "misplaced", "failed", "silent", "late")
+LOSSES = ("dropped", "misplaced", "failed", "silent", "late", "device_lost")
 MESS = ("extra", "duplicate", "absurd_cost")
 
 
@@ -102,6 +102,8 @@ class Machine:
     #: Whether a replacement of an evicted worker of this domain comes back, and after how long.
     returns: float | None = None
     alive: bool = True
+    #: Whether its device is lost, which stays so until another process takes its place.
+    deviceless: bool = False
     life: int = 0
     busy: int = 0
     queue: deque[Dispatch] = field(default_factory=deque)
@@ -333,7 +335,7 @@ class Simulation:
     def _join(self, machine: Machine) -> Event | None:
         if machine.alive or machine.place.domain in self._gone:
             return None
-        machine.alive = True
+        machine.alive, machine.deviceless = True, False
         return DomainJoined(machine.place, self.now)
 
     def _quarantine(self, domain: str) -> Event:
@@ -368,6 +370,9 @@ class Simulation:
         def meets(kind: str) -> bool:
             return machine.meets(kind, order, shard_id, self.now)
 
+        if machine.deviceless or meets("device_lost"):
+            machine.deviceless = True
+            return failed_statistic(shard_id, ("DeviceLost", "DeviceLost: uncorrectable ECC error"))
         value = truth(shard_id, machine.place.fingerprint)
         status, notes = "ok", ()
         if self.bad.get(shard_id) == "error" or meets("error"):

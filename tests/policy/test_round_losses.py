@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_sdc.exceptions import NoDomainError, ShardError
+from dask_sdc.evidence.seal import failed_statistic
+from dask_sdc.exceptions import (
+    DeviceError,
+    DeviceMemoryError,
+    InputTypeError,
+    NoDomainError,
+    SDCError,
+    ShardError,
+)
 from dask_sdc.policy.cases import TOO_FEW
 from dask_sdc.policy.messages import Settings
 from tests.policy.simulated import FAR, Fault, Loss, Machine, Simulation, place, value_of
@@ -260,3 +268,49 @@ def test_a_wrong_payload_never_settles_by_its_digest() -> None:
     assert simulation.error is None and simulation.values == simulation.clean_values
     assert all(value_of(one.record.payload) < FAR for one in simulation.round.settled.values())
     assert simulation.accused() == {"d1"}
+
+
+@pytest.mark.parametrize("role", ["primary", "audit", "witness", "rerun", "heal"])
+@pytest.mark.parametrize("back", [None, 0.5])
+def test_a_domain_that_loses_its_device_in_any_role_is_given_up(role: str, back: float | None) -> None:
+    machines = cluster(5, {0: (Fault("persistent", roles=frozenset(["primary"])),)})
+    dying = machines[0] if role == "rerun" else machines[3]
+    dying.faults += (Fault("device_lost", roles=frozenset([role]), times=1),)
+    dying.returns = back
+    simulation = Simulation(machines, 60, rate=0.5).run()
+    assert simulation.error is None and simulation.values == simulation.clean_values
+    assert simulation.accused() <= {"d0"}
+    if dying.used:
+        assert simulation.evicted == [dying.place.domain]
+        assert dying.place.domain in simulation.round.record.failed
+
+
+def test_nothing_is_sent_to_a_domain_that_lost_its_device_before_it_is_back() -> None:
+    machines = cluster(3, {1: (Fault("device_lost", times=1),)})
+    machines[1].returns = 1.0
+    simulation = Simulation(machines, 60, rate=0.0).run()
+    assert_clean(simulation)
+    [first] = [when for when, order in simulation.sent if order.domain == "d1"][:1]
+    assert simulation.evicted == ["d1"] and first < 0.1
+    assert not [when for when, order in simulation.sent if order.domain == "d1" and 0.2 < when < 1.0]
+
+
+def test_a_shard_that_costs_every_device_ends_the_call_and_not_the_cluster() -> None:
+    fault = Fault("device_lost", shards=frozenset([7]))
+    machines = [Machine(place(i), faults=(fault,), returns=0.1) for i in range(4)]
+    simulation = Simulation(machines, 20, rate=0.0).run()
+    assert isinstance(simulation.error, ShardError) and simulation.error.shard_id == 7
+    assert "DeviceLost: uncorrectable ECC error" in str(simulation.error)
+
+
+@pytest.mark.parametrize("error", [InputTypeError, DeviceError, DeviceMemoryError])
+def test_what_is_wrong_with_data_or_devices_is_raised_by_its_name(error: type[SDCError]) -> None:
+    class Refusing(Simulation):
+        def _record(self, machine, order, shard_id):  # type: ignore[no-untyped-def]
+            if shard_id != 4:
+                return super()._record(machine, order, shard_id)
+            return failed_statistic(shard_id, (error.__name__, f"{error.__name__}: expected a, got b"))
+
+    simulation = Refusing(cluster(3), 10).run()
+    assert type(simulation.error) is error and simulation.error.shard_id == 4  # type: ignore[attr-defined]
+    assert "expected a, got b" in str(simulation.error) and " and d" in str(simulation.error)

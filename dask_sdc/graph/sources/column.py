@@ -83,6 +83,11 @@ class Column(ABC):
     def identity(self) -> bytes:
         """Return bytes that differ when the stored data differ, as far as that is cheap to know."""
 
+    @property
+    def place(self) -> str | None:
+        """Where blocks will be, "host" or "device"; None where only a loaded block tells."""
+        return "host"
+
     @abstractmethod
     def realign(self, rows: tuple[int, ...], notes: list[str]) -> Column:
         """Return the same data cut into shards of ``rows``; remarks for the user go to ``notes``."""

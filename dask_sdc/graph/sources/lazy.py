@@ -46,6 +46,11 @@ class DaskColumn(Column):
         """Return Dask's name of the array, which is a token of how it was made, with its chunks."""
         return f"dask {self.array.name} {self.array.chunks} {self.array.dtype.str}".encode()
 
+    @property
+    def place(self) -> str | None:
+        """Return "device" for CuPy blocks; an array that says NumPy may still get others on workers."""
+        return "device" if namespace(self.array._meta) == "cupy" else None
+
     def realign(self, rows: tuple[int, ...], notes: list[str]) -> DaskColumn:
         """Rechunk along the sample axis, with a remark."""
         if rows == self.rows:

@@ -14,6 +14,7 @@ from dask.typing import Key
 from dask_sdc.exceptions import InputError, ShardError
 from dask_sdc.graph.block import Block
 from dask_sdc.graph.sources.column import Load, Part, namespace, native
+from dask_sdc.statistics.blocks import check_one_place
 
 
 class Field(NamedTuple):
@@ -115,6 +116,8 @@ class Reader:
         ------
         ShardError
             If it cannot be loaded, or if type, shape or weights are not as declared.
+        InputTypeError
+            If some columns are on the host and some on a device.
         """
         rows = self._loader.rows.get(shard_id)
         if rows is None:
@@ -127,12 +130,12 @@ class Reader:
         except Exception as error:
             message = f"shard {shard_id} cannot be loaded: {type(error).__name__}: {error}"
             raise ShardError(message, shard_id=shard_id) from error
-        return Block(
-            **{
-                name: _checked(name, shard_id, values[name], field, rows)
-                for name, field in self._loader.fields.items()
-            }
-        )
+        columns = {
+            name: _checked(name, shard_id, values[name], field, rows)
+            for name, field in self._loader.fields.items()
+        }
+        check_one_place(columns, f"shard {shard_id}")
+        return Block(**columns)
 
 
 def _checked(name: str, shard_id: int, value: Any, field: Field, rows: int) -> Any:

@@ -187,7 +187,7 @@ def make_source(data: Any, *, weights: Any = None, target: Any = None, dim: Any 
         For unknown chunk sizes, an empty sample axis, lengths or shapes that do not match, dimensions
         that do not exist, invalid weights.
     InputTypeError
-        For types of data that are not supported.
+        For types of data that are not supported, and for columns on the host beside others on a device.
 
     Warns
     -----
@@ -212,6 +212,7 @@ def make_source(data: Any, *, weights: Any = None, target: Any = None, dim: Any 
     elif dim is not None:
         raise InputError(f"dim names dimensions of an xarray object, but x is {_typename(data)}")
     columns = {name: _column(name, value, notes) for name, value in inputs.items()}
+    _check_places(columns)
     columns = {name: _aligned(column, columns["x"], notes) for name, column in columns.items()}
     for note in notes:
         warnings.warn(note, RechunkWarning, stacklevel=2)
@@ -257,6 +258,17 @@ def _aligned(column: Column, x: Column, notes: list[str]) -> Column:
     elif len(column.shape) > 1:
         raise InputError(f"target has sample shape {column.shape}: expected (n,) or (n, t)")
     return column.realign(x.rows, notes)
+
+
+def _check_places(columns: Mapping[str, Column]) -> None:
+    """Refuse columns of which some are known to be on the host and some on a device."""
+    places = {name: column.place for name, column in columns.items() if column.place is not None}
+    if len(set(places.values())) > 1:
+        where = ", ".join(f"{name} on the {place}" for name, place in places.items())
+        raise InputTypeError(
+            f"expected all columns on the host or all on a device, got {where}; "
+            "move one with x.map_blocks(cupy.asarray) or x.map_blocks(cupy.asnumpy)"
+        )
 
 
 def _check_weights(column: Column) -> None:

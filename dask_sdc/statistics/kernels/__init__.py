@@ -13,7 +13,7 @@ import array_api_compat
 import numba
 import numpy as np
 
-__all__ = ["dtype_of", "is_numpy", "jit", "namespace", "reshaped", "to_host"]
+__all__ = ["dtype_of", "is_numpy", "jit", "namespace", "place_of", "reshaped", "to_host"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,6 +53,11 @@ def is_numpy(x: Any) -> bool:
     return isinstance(x, np.ndarray)
 
 
+def place_of(x: Any) -> str:
+    """Return "device" for a CuPy array, "host" for anything else; imports nothing."""
+    return "device" if type(x).__module__.partition(".")[0] == "cupy" else "host"
+
+
 def namespace(*arrays: Any) -> Any:
     """Return the array API namespace of blocks that are not NumPy's."""
     return array_api_compat.array_namespace(*arrays)
@@ -70,4 +75,4 @@ def reshaped(x: Any, shape: tuple[int, ...]) -> Any:
 
 def to_host(x: Any) -> np.ndarray[Any, Any]:
     """Copy a (small) device array to the host, as states hold NumPy arrays only."""
-    return np.asarray(x.get() if array_api_compat.is_cupy_array(x) else x)
+    return np.asarray(x.get() if place_of(x) == "device" else x)

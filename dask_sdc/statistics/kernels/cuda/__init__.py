@@ -6,6 +6,26 @@ that runs the same sources on the host. Nothing here imports CuPy before the fir
 
 from __future__ import annotations
 
-from dask_sdc.statistics.kernels.cuda.device import Device, cupy_device, is_cupy, source
+from dask_sdc.statistics.kernels.cuda.device import (
+    Device,
+    cupy_device,
+    cupy_version,
+    is_cupy,
+    release_unused,
+    source,
+)
+from dask_sdc.statistics.kernels.cuda.failures import device_failure, named_failures, out_of_memory
+from dask_sdc.statistics.kernels.cuda.shapes import workspace
 
-__all__ = ["Device", "cupy_device", "is_cupy", "source"]
+__all__ = [
+    "Device",
+    "cupy_device",
+    "cupy_version",
+    "device_failure",
+    "is_cupy",
+    "named_failures",
+    "out_of_memory",
+    "release_unused",
+    "source",
+    "workspace",
+]

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import re
-from functools import cache, cached_property
+import sys
+from contextlib import suppress
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
 import array_api_compat
 import numpy as np
 
-__all__ = ["FOLDER", "OPTIONS", "Device", "cupy_device", "is_cupy", "pointer", "source"]
+from dask_sdc.exceptions import DeviceError
+
+__all__ = [
+    "FOLDER",
+    "OPTIONS",
+    "Device",
+    "cupy_device",
+    "cupy_version",
+    "is_cupy",
+    "pointer",
+    "release_unused",
+    "source",
+]
 
 #: Where the header that all kernels share lies.
 FOLDER = Path(__file__).parent
@@ -86,19 +103,36 @@ def is_cupy(x: Any) -> bool:
     return bool(array_api_compat.is_cupy_array(x))
 
 
+def cupy_version() -> str:
+    """Return the version of CuPy with the name of its distribution, empty without one; imports nothing."""
+    for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy"):
+        with suppress(metadata.PackageNotFoundError):
+            return f"{name} {metadata.version(name)}"
+    return ""
+
+
 def pointer(x: Any) -> int:
     """Return the address of the first element of a NumPy or CuPy array."""
     return int(x.ctypes.data) if isinstance(x, np.ndarray) else int(x.data.ptr)
 
 
+def release_unused() -> None:
+    """Give back what the memory pools of CuPy hold and nobody uses; their limits stay as they are.
+
+    Where another allocator was put in (RMM, for one), its pool is its own affair, but what only cycles of
+    Python objects keep alive is given back to it.
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is not None:
+        gc.collect()
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
 class _Cupy:
     """The current CUDA device, by CuPy."""
 
-    @cached_property
-    def xp(self) -> Any:
-        import cupy
-
-        return cupy
+    def __init__(self, xp: Any) -> None:
+        self.xp = xp
 
     @property
     def shared_limit(self) -> int:
@@ -128,5 +162,41 @@ def _module(path: Path, kernel: str) -> Any:
 
 @cache
 def cupy_device() -> Device:
-    """Return the device of CuPy blocks."""
-    return _Cupy()
+    """Return the device of CuPy blocks.
+
+    Raises
+    ------
+    DeviceError
+        If CuPy cannot be imported, or finds no device; says what was found and what was expected.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceError(
+            "expected CuPy for the CUDA of the driver (the extra cupy-cuda12x or cupy-cuda13x), "
+            f"got {type(error).__name__}: {error}"
+        ) from error
+    _check_devices(cupy)
+    return _Cupy(cupy)
+
+
+def _check_devices(cupy: Any) -> None:
+    """Refuse to go on without a device that this CuPy can use."""
+    runtime, cause = cupy.cuda.runtime, None
+    try:
+        if runtime.getDeviceCount() > 0:
+            return
+        problem = "no device"
+    except runtime.CUDARuntimeError as error:
+        problem, cause = str(error), error
+    built, driver = runtime.runtimeGetVersion(), runtime.driverGetVersion()
+    raise DeviceError(
+        f"expected a CUDA device, and a driver for CUDA {built // 1000} or later, of which this CuPy "
+        f"{cupy.__version__} is, got {problem} with {_driver(driver)} and "
+        f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
+    ) from cause
+
+
+def _driver(version: int) -> str:
+    """Return a version of the driver as text: 12090 is CUDA 12.9, 0 none."""
+    return f"a driver for CUDA {version // 1000}.{version % 1000 // 10}" if version else "no driver"

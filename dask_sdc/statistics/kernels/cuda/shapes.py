@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
+import dask.config
+from dask.utils import parse_bytes
+
+from dask_sdc.exceptions import InputError
 from dask_sdc.statistics.kernels.cuda.device import Device
 from dask_sdc.statistics.kernels.tiles import as_float
 
-__all__ = ["CONVERTED", "Array", "blocks", "element", "fold_block", "native", "pieces", "rows_of_parts"]
+__all__ = ["Array", "blocks", "element", "fold_block", "native", "pieces", "rows_of_parts", "workspace"]
 
 Array = Any
 
-#: Elements that are converted at a time where a block has not the type or layout that kernels read: 64 MiB.
-CONVERTED = 1 << 23
-
 #: Threads of most blocks.
 THREADS = 256
+
+
+@cache
+def workspace() -> int:
+    """Return the bytes that a block is converted in at a time, of ``sdc.device.workspace``.
+
+    Sums are taken piece by piece, so their bits depend on it: it is read once in a process, and part of the
+    environment's fingerprint on machines with a GPU.
+
+    Raises
+    ------
+    InputError
+        If it is less than 1 MiB.
+    """
+    size = parse_bytes(dask.config.get("sdc.device.workspace"))
+    if size < 1 << 20:
+        raise InputError(f"sdc.device.workspace: expected at least 1 MiB, got {size} bytes")
+    return int(size)
 
 
 def native(x: Array) -> bool:
@@ -39,7 +59,7 @@ def pieces(
     device : Device
         Where the block lies.
     x : array
-        Shape (n, d), n >= 1; any real dtype and layout.
+        Shape (n, d); any real dtype and layout. Without rows there are no pieces.
     weights : array or None
         Shape (n,), float64, host or device.
     rows : int
@@ -52,8 +72,8 @@ def pieces(
     xp, ready = device.xp, native(x)
     w = None if weights is None else xp.ascontiguousarray(xp.asarray(weights, dtype=xp.float64))
     narrow = x.dtype.kind == "b" or x.dtype.itemsize <= 2 or x.dtype.char == "f"
-    most = max(CONVERTED // max(x.shape[1], 1), 1)
-    step = min(rows or len(x), len(x) if ready else most)
+    most = max(workspace() // (8 * max(x.shape[1], 1)), 1)
+    step = max(min(rows or len(x), len(x) if ready else most), 1)
     for start in range(0, len(x), step):
         piece = x[start : start + step]
         if not ready:
