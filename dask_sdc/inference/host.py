@@ -17,6 +17,8 @@ from dask_sdc.inference.journal import ChunkRecord, DigestLog, Journal, boundary
 from dask_sdc.inference.model.sampling import sample
 from dask_sdc.inference.speculative import DraftTree
 from dask_sdc.inference.stage import Stage
+from dask_sdc.statistics.kernels import place_of, to_host
+from dask_sdc.statistics.kernels.cuda import named_failures
 
 __all__ = ["Chunk", "Output", "SessionSettings", "StageHost", "joined_chunk"]
 
@@ -200,7 +202,8 @@ class StageHost:
 
     def tapped(self, session: str) -> dict[int, Array]:
         """Return what layers put out that are wanted; see `Stage.tapped`."""
-        return self.stage.tapped(self._find(session).state)
+        found = self.stage.tapped(self._find(session).state)
+        return {layer: to_host(array) for layer, array in found.items()}
 
     def snapshot(self, session: str) -> Any:
         """Return what later outputs depend on; see `Stage.snapshot`."""
@@ -285,13 +288,16 @@ class StageHost:
         parents: Sequence[int] = (),
     ) -> Array:
         """Run the stage over an array; the step that faults are injected into."""
-        # In one memory layout, as bits may depend on it, and the stage's own, which it may write to.
-        own = np.array(array, order="C")
-        if parents:
-            made = self.stage.forward_tree(own, held.state, parents)
-        else:
-            forward = self.stage.forward_rounded if rounded else self.stage.forward
-            made = forward(own, held.state, rows=rows if self.tail else None)
+        with named_failures():
+            # In one memory layout, as bits may depend on it, and the stage's own, which it may write to.
+            own = self.stage.xp.array(array, order="C")
+            if parents:
+                made = self.stage.forward_tree(own, held.state, parents)
+            else:
+                forward = self.stage.forward_rounded if rounded else self.stage.forward
+                made = forward(own, held.state, rows=rows if self.tail else None)
+            if place_of(own) == place_of(made) == "device":
+                made = to_host(made)  # what a kernel did wrongly shows here
         self._check(made, array)
         if self.tail and held.settings.sampled:
             return made  # is sampled from at once
@@ -300,9 +306,8 @@ class StageHost:
     def _check(self, made: Any, chunk: Array) -> None:
         """Refuse what is no chunk for the next stage; what the last one gives may have other positions."""
         if not isinstance(made, np.ndarray) or isinstance(made, np.ma.MaskedArray):
-            raise InputTypeError(
-                f"stage {self.number}: expected an ndarray from forward, got {type(made).__name__}"
-            )
+            got = "one on a device, unlike xp" if place_of(made) == "device" else type(made).__name__
+            raise InputTypeError(f"stage {self.number}: expected an ndarray from forward, got {got}")
         axes = 1 if self.tail else 2
         if made.ndim < 2 or made.shape[:axes] != chunk.shape[:axes]:
             wanted = ", ".join(map(str, (*chunk.shape[:axes], *["positions"] * self.tail)))

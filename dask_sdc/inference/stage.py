@@ -15,6 +15,7 @@ from dask_sdc.inference.model.config import ModelConfig
 from dask_sdc.inference.model.transformer import ROWS, Transformer
 from dask_sdc.inference.weights.naming import tensors_of
 from dask_sdc.inference.weights.store import WeightStore
+from dask_sdc.statistics.kernels.cuda import cupy_device
 
 __all__ = ["Stage", "TransformerStage"]
 
@@ -162,6 +163,14 @@ class Stage(ABC):
         raise InputError(f"{type(self).__name__} cannot take back positions, asked for {position}")
 
     @property
+    def xp(self) -> Any:
+        """Array namespace of what `forward` takes and returns, NumPy unless the stage is on a device.
+
+        Chunks travel as NumPy arrays; whoever holds the stage carries them over and back.
+        """
+        return np
+
+    @property
     @abstractmethod
     def digest(self) -> str:
         """sha256 in hexadecimal of what the stage computes with, proved by `load`."""
@@ -199,11 +208,13 @@ class TransformerStage(Stage):
         See `Transformer`.
     progress : callable or None
         Called with each tensor's name and bytes once it was proved; must be picklable to be sent.
+    device : {"cpu", "cuda"}
+        Where weights, keys and values are, and what computes.
 
     Raises
     ------
     InputError
-        If the layers are not a run of the model's.
+        If the layers are not a run of the model's, or the device is another.
     """
 
     def __init__(
@@ -215,8 +226,11 @@ class TransformerStage(Stage):
         *,
         invariant: bool = True,
         progress: Callable[[str, int], None] | None = None,
+        device: str = "cpu",
     ) -> None:
-        self.store, self.layers = store, layers
+        if device not in ("cpu", "cuda"):
+            raise InputError(f"device: expected 'cpu' or 'cuda', got {device!r}")
+        self.store, self.layers, self.device = store, layers, device
         self.first = layers.start == 0 if first is None else first
         self.last = layers.stop == store.config.n_layers if last is None else last
         self.invariant, self.progress = invariant, progress
@@ -239,11 +253,13 @@ class TransformerStage(Stage):
         ------
         CorruptionError
             If a tensor is damaged or missing, naming it.
+        DeviceError
+            If the stage is to be on a device, and there is none that CuPy can use.
         """
-        self._model = None
+        self._model, xp = None, self.xp
         reader = _BlockReader(self.store, self.names, self.progress)
         self._model = Transformer(
-            self.config, self.layers, self.first, self.last, reader, invariant=self.invariant
+            self.config, self.layers, self.first, self.last, reader, invariant=self.invariant, xp=xp
         )
         self._warm()
 
@@ -256,14 +272,20 @@ class TransformerStage(Stage):
             self.last,
             invariant=self.invariant,
             progress=self.progress,
+            device=self.device,
         )
 
     def _warm(self) -> None:
         """Run a short and a long chunk, so that no session waits for a compiler."""
         for steps in (1, min(ROWS + 1, self.config.max_context)):
             shape = (1, steps) if self.first else (1, steps, self.config.hidden_size)
-            chunk = np.zeros(shape, np.int64 if self.first else np.float32)
+            chunk = self.xp.zeros(shape, np.int64 if self.first else np.float32)
             self.forward(chunk, self.init(capacity=steps), rows=1)
+
+    @property
+    def xp(self) -> Any:
+        """NumPy or CuPy, as the device is."""
+        return np if self.device == "cpu" else cupy_device().xp
 
     @property
     def model(self) -> Transformer:
@@ -280,7 +302,7 @@ class TransformerStage(Stage):
 
     def init(self, *, batch: int = 1, capacity: int | None = None) -> KVCache:
         """Return an empty KV cache."""
-        return KVCache(self.config, self.layers, batch, capacity)
+        return KVCache(self.config, self.layers, batch, capacity, xp=self.xp)
 
     def forward(self, chunk: Array, state: KVCache, *, rows: int | None = None) -> Array:
         """Return activations (B, T, D), or logits (B, rows, V); see `Transformer.forward`."""

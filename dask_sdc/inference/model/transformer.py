@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_sdc.exceptions import InputError
+from dask_sdc.exceptions import InputError, InputTypeError
 from dask_sdc.inference.model.cache import KVCache
 from dask_sdc.inference.model.config import ModelConfig
 from dask_sdc.inference.model.kernels import (
@@ -28,6 +28,7 @@ from dask_sdc.inference.model.kernels import (
     widen,
 )
 from dask_sdc.inference.model.kernels.layout import GELU, LINEAR, SWIGLU, padded
+from dask_sdc.statistics.kernels import place_of
 
 __all__ = ["ROWS", "Transformer"]
 
@@ -298,6 +299,8 @@ class Transformer:
             If the chunk does not fit into the cache.
         InputError
             If the chunk or the cache has another shape or type.
+        InputTypeError
+            If one of them is on the host and the model on a device, or the other way round.
         """
         self._check(x, cache)
         steps, size = x.shape[1], self.config.hidden_size  # T, D
@@ -353,7 +356,17 @@ class Transformer:
         logits = kernels.logits(flat, self._norm, self._head)
         return logits.reshape(h.shape[0], rows, self.config.vocab_size)
 
+    def _check_places(self, x: Array, cache: KVCache) -> None:
+        """Refuse what is not where the model is."""
+        model = "device" if self._xp.__name__ == "cupy" else "host"
+        arrays = {"chunk": x, **({"KV cache": cache.cached[0].k} if cache.cached else {})}
+        found = {name: place_of(array) for name, array in arrays.items()}
+        if set(found.values()) - {model}:
+            where = ", ".join(f"the {name} on the {place}" for name, place in found.items())
+            raise InputTypeError(f"expected chunk and KV cache on the {model}, as the model is, got {where}")
+
     def _check(self, x: Array, cache: KVCache) -> None:
+        self._check_places(x, cache)
         steps = x.shape[1] if x.ndim > 1 else 1
         shape = (cache.batch, steps) if self.first else (cache.batch, steps, self.config.hidden_size)
         kind = "iu" if self.first else "f"

@@ -13,7 +13,14 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from dask_sdc.cluster.session import noticed
-from dask_sdc.exceptions import ClosedError, ContextOverflow, GenerationInterrupted, NoSpareError, StageError
+from dask_sdc.exceptions import (
+    ClosedError,
+    ContextOverflow,
+    DeviceLost,
+    GenerationInterrupted,
+    NoSpareError,
+    StageError,
+)
 from dask_sdc.inference.heal import Loss, LossKind, RecoveryReport, for_session, run_recovery
 from dask_sdc.inference.host import Chunk, SessionSettings
 from dask_sdc.inference.journal import boundary_digest
@@ -556,6 +563,8 @@ class Coordinator:
             self._distrusted = set(report.resent)
             lost = {loss.stage: loss for loss in report.losses}
             for loss in lost.values():
+                if DeviceLost.__name__ in loss.detail:
+                    self._crew.give_up(holders[loss.stage], loss.detail)
                 if loss.kind is LossKind.FROZEN and loss.detail and loss.chunk in flying:
                     self._blame_input(flying[loss.chunk], loss, holders[loss.stage], report)
                 elif loss.kind in (LossKind.FROZEN, LossKind.UNREACHABLE):

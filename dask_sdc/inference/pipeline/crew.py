@@ -120,6 +120,13 @@ class Crew:
         assert ring is not None
         return {address: self._session.locate(address) or address for address in ring.addresses}
 
+    def give_up(self, address: str, why: str) -> None:
+        """Have a worker removed that has lost its device, and with it its stages; a nanny replaces it."""
+        assert self.ring is not None
+        self.ring.shunned.add(address)
+        if (domain := self._session.locate(address)) is not None:
+            self._watch(self._session.evict(domain, why, address))
+
     # -- spares ----------------------------------------------------------------------------------
 
     @property
