@@ -17,9 +17,12 @@ from dask_sdc.inference.weights.naming import tensors_of
 from dask_sdc.inference.weights.store import WeightStore
 from dask_sdc.statistics.kernels.cuda import cupy_device
 
-__all__ = ["Stage", "TransformerStage"]
+__all__ = ["DEVICES", "Stage", "TransformerStage"]
 
 Array = np.ndarray[Any, Any]
+
+#: Where a stage may compute.
+DEVICES = ("cpu", "cuda")
 
 
 class Stage(ABC):
@@ -228,8 +231,8 @@ class TransformerStage(Stage):
         progress: Callable[[str, int], None] | None = None,
         device: str = "cpu",
     ) -> None:
-        if device not in ("cpu", "cuda"):
-            raise InputError(f"device: expected 'cpu' or 'cuda', got {device!r}")
+        if device not in DEVICES:
+            raise InputError(f"device: expected one of {', '.join(DEVICES)}, got {device!r}")
         self.store, self.layers, self.device = store, layers, device
         self.first = layers.start == 0 if first is None else first
         self.last = layers.stop == store.config.n_layers if last is None else last

@@ -184,5 +184,5 @@ def test_a_stage_on_a_device_is_replayed_to_the_bit(backend: Backend, store: Wei
 
 
 def test_a_device_that_is_none_is_refused(store: WeightStore) -> None:
-    with pytest.raises(ValueError, match="expected 'cpu' or 'cuda', got 'tpu'"):
+    with pytest.raises(ValueError, match="expected one of cpu, cuda, got 'tpu'"):
         TransformerStage(store, range(3), device="tpu")

@@ -42,7 +42,7 @@ from dask_sdc.inference.pipeline.streams import (
 )
 from dask_sdc.inference.receipts import RunReceipt, ids_digest
 from dask_sdc.inference.speculative import Drafter
-from dask_sdc.inference.stage import Stage, TransformerStage
+from dask_sdc.inference.stage import DEVICES, Stage, TransformerStage
 from dask_sdc.inference.weights.store import WeightStore
 from dask_sdc.inference.weights.tokenizer import Tokenizer
 
@@ -78,6 +78,9 @@ class Pipeline(StagedPipeline):
         and leave it at 1 for a drafter of trees.
     prefill_chunk : int
         Positions of a prefill chunk.
+    device : {"cpu", "cuda"}
+        Where stages compute. On CUDA devices give ``boundaries`` and ``kv_bytes`` too: by default layers are
+        cut by the speed of the processors, and a cache may take a quarter of the memory of the host.
     timeout : float
         Seconds without an answer after which a stage counts as frozen.
     replay : {"exact", "fast"}
@@ -142,6 +145,7 @@ class Pipeline(StagedPipeline):
         drafter: Drafter | None = None,
         depth: int = 1,
         prefill_chunk: int = 256,
+        device: str = "cpu",
         timeout: float = 10.0,
         replay: str = "exact",
         kv_bytes: int | None = None,
@@ -167,6 +171,8 @@ class Pipeline(StagedPipeline):
         )
         depth = check_int("depth", depth, 1)
         prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1)
+        if device not in DEVICES:
+            raise InputError(f"device: expected one of {', '.join(DEVICES)}, got {device!r}")
         if not isinstance(stages, str) or stages != "auto":
             stages = check_int("stages", stages, 1)
         _check_methods("drafter", drafter, "draft")
@@ -183,6 +189,7 @@ class Pipeline(StagedPipeline):
             stages = len(self.boundaries) + 1
         self.tokenizer = tokenizer or _tokenizer_of(self.store)
         self._stages, self._drafter, self._depth, self._chunk = stages, drafter, depth, prefill_chunk
+        self._device = device
         self._drafting = asyncio.Lock()
         if not client.asynchronous:
             synced(client, self._start)
@@ -195,7 +202,9 @@ class Pipeline(StagedPipeline):
         else:
             chosen, self.boundaries = self._cut(candidates)
         cuts = (0, *self.boundaries, self.config.n_layers)
-        return chosen, [TransformerStage(self.store, range(a, b)) for a, b in pairwise(cuts)]
+        return chosen, [
+            TransformerStage(self.store, range(a, b), device=self._device) for a, b in pairwise(cuts)
+        ]
 
     def _cut(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], tuple[int, ...]]:
         """Choose who takes the stages, and the first layer of every stage but the head."""
