@@ -44,14 +44,13 @@ with LocalCluster(n_workers=4, threads_per_worker=1, processes=True, dashboard_a
 
 def gpu_missing() -> str | None:
     """Say why tests of the GPU cannot run here, or None if they can."""
+    from dask_sdc.exceptions import DeviceError
+    from dask_sdc.statistics.kernels.cuda import cupy_device
+
     try:
-        import cupy
-    except ImportError:
-        return "CuPy is not installed"
-    try:
-        cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"no CUDA device: {error}"
+        cupy_device()
+    except DeviceError as error:
+        return str(error)
     return None
 
 

@@ -356,6 +356,9 @@ class Round:
             self._garbled(outstanding)
             return
         lost = next((r.notes[-1] for r in result.records if _lost_device(r)), "")
+        if lost:
+            # First, as what follows may end the round: whatever else that process computes fails as well.
+            self._roster.out.append(Evict(order.domain, lost, result.worker))
         # Shards that were not asked for are ignored; of two records of one the first counts.
         asked = set(order.shard_ids)
         heard = {
@@ -377,8 +380,6 @@ class Round:
                 voice = None if one is None else voice_of(part, one)
                 self._cases.hear(shard_id, part, order.batch_id, order.domain, voice, why)
         if lost:
-            # Whatever else it computes fails as well, until another process takes its place.
-            self._roster.out.append(Evict(order.domain, lost, result.worker))
             self._lost(order.domain, lost)
 
     def _learn(self, heard: Iterable[Heard], domain: Domain, waited: float) -> None:

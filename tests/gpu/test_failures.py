@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_sdc.cluster import worker_plugin
+from dask_sdc.cluster.devices import device_model
 from dask_sdc.exceptions import (
     DeviceError,
     DeviceLost,
@@ -42,6 +43,7 @@ from tests.cuda.emulated import HostDevice
 from tests.gpu import fakes
 from tests.inference.model.reference import MODELS, random_tensors
 
+ROOT = Path(__file__).parent.parent.parent
 X = np.arange(12.0).reshape(4, 3)
 
 
@@ -361,30 +363,48 @@ def test_a_stage_that_loses_its_device_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_fingerprint_tells_devices_and_workspaces_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NVMLError(Exception):
+        pass
+
+    def handle_of(uuid: str) -> str:
+        if uuid != "GPU-1":
+            raise NVMLError("Not Found")
+        return uuid
+
     card = {"name": "NVIDIA H200"}
     nvml = ModuleType("pynvml")
     vars(nvml).update(
+        NVMLError=NVMLError,
         nvmlInit=lambda: None,
         nvmlDeviceGetCount=lambda: 1,
         nvmlDeviceGetHandleByIndex=lambda i: i,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetHandleByUUID=handle_of,
         nvmlDeviceGetUUID=lambda handle: "GPU-1",
         nvmlDeviceGetName=lambda handle: card["name"],
         nvmlSystemGetDriverVersion=lambda: b"570.1",
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    one = worker_plugin._device_model()
+    one = device_model()
     card["name"] = "NVIDIA A100"
-    other = worker_plugin._device_model()
+    other = device_model()
     assert one.startswith("NVIDIA H200, driver 570.1, ") and f"workspace {workspace()}" in one
     assert other != one
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8a")
+    assert device_model().startswith("GPU-8a, driver 570.1, ")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert worker_plugin._device_model() == ""
+    assert device_model() == ""
 
 
-# -- on a cluster --------------------------------------------------------------------------------
-
-
-def test_nothing_imports_cupy_for_its_errors(tmp_path: Path) -> None:
-    assert "cupy" not in vars(sys.modules[device_failure.__module__])
+def test_a_lost_device_is_told_without_importing_cupy() -> None:
+    script = """
+import sys
+sys.modules["cupy"] = None  # whoever imports it now fails
+from dask_sdc.statistics.kernels.cuda import device_failure
+from tests.gpu.fakes import CUDARuntimeError
+print(type(device_failure(CUDARuntimeError(700))).__name__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "DeviceLost"

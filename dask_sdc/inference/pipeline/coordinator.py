@@ -561,10 +561,11 @@ class Coordinator:
             self._epoch, self._settled = report.epoch, self._fed
             self._returned.clear()
             self._distrusted = set(report.resent)
+            for loss in report.losses:
+                if loss.kind is LossKind.FROZEN and DeviceLost.__name__ in loss.detail:
+                    self._crew.give_up(holders[loss.stage], loss.detail)
             lost = {loss.stage: loss for loss in report.losses}
             for loss in lost.values():
-                if DeviceLost.__name__ in loss.detail:
-                    self._crew.give_up(holders[loss.stage], loss.detail)
                 if loss.kind is LossKind.FROZEN and loss.detail and loss.chunk in flying:
                     self._blame_input(flying[loss.chunk], loss, holders[loss.stage], report)
                 elif loss.kind in (LossKind.FROZEN, LossKind.UNREACHABLE):
