@@ -106,6 +106,7 @@ def lost_at(flag: Path, position: int, *args: Any, **options: Any) -> fakes.Lost
     return stage
 
 
+@pytest.mark.slow
 def test_a_stage_that_lost_its_device_is_replaced(
     fresh_cluster: Callable[[int], Client], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,3 +123,4 @@ def test_a_stage_that_lost_its_device_is_replaced(
         after = pipeline.workers
         assert [k for k in range(2) if before[k] != after[k]] == [loss.stage]
         until(lambda: before[loss.stage] not in client.scheduler_info()["workers"])
+        until(lambda: len(client.scheduler_info()["workers"]) == 4)

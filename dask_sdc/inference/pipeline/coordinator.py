@@ -553,6 +553,7 @@ class Coordinator:
                 )
             except GenerationInterrupted as error:
                 self._epoch = max(self._epoch, vars(error)["report"].epoch)
+                self._dismiss(vars(error)["report"].losses, holders)
                 if isinstance(error, NoSpareError):
                     self._explain(error, flying)
                 raise
@@ -561,9 +562,7 @@ class Coordinator:
             self._epoch, self._settled = report.epoch, self._fed
             self._returned.clear()
             self._distrusted = set(report.resent)
-            for loss in report.losses:
-                if loss.kind is LossKind.FROZEN and DeviceLost.__name__ in loss.detail:
-                    self._crew.give_up(holders[loss.stage], loss.detail)
+            self._dismiss(report.losses, holders)
             lost = {loss.stage: loss for loss in report.losses}
             for loss in lost.values():
                 if loss.kind is LossKind.FROZEN and loss.detail and loss.chunk in flying:
@@ -577,6 +576,12 @@ class Coordinator:
             self.recoveries.append(report)
             self._alarm = asyncio.get_running_loop().create_future()
         return report
+
+    def _dismiss(self, losses: Sequence[Loss], holders: Sequence[str]) -> None:
+        """Have those workers removed that said that they lost their device."""
+        for loss in losses:
+            if loss.kind is LossKind.FROZEN and DeviceLost.__name__ in loss.detail:
+                self._crew.give_up(holders[loss.stage], loss.detail)
 
     def _blame_input(
         self, session: FedSession, loss: Loss, holder: str, report: RecoveryReport, lives: int = 2
