@@ -335,8 +335,11 @@ class Coordinator:
         return min(POSITIONS, max(1, int(self.timeout / 4 / self._slowest))) if self._slowest else POSITIONS
 
     def _patience(self) -> float:
-        """Return the seconds that a stage has to say that it is there, which it may do behind a chunk."""
-        return min(self.timeout, max(0.5, self.timeout / 10) + self._largest / _INTAKE)
+        """Return the seconds that a stage has to say that it is there, which it may do behind a chunk.
+
+        A recovery asks several times within the timeout.
+        """
+        return min(self.timeout / 3, max(0.5, self.timeout / 10) + self._largest / _INTAKE)
 
     async def _sent(self, chunk: Chunk) -> None:
         """Send a chunk to the head, after the tail knows where to send what comes of it."""

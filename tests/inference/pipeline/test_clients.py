@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,12 @@ from dask_sdc.exceptions import ClosedError
 from dask_sdc.inference.pipeline import Pipeline, RemotePipeline
 from dask_sdc.inference.weights.store import WeightStore
 from tests.inference.pipeline.models import PROMPT, THREADS_OF_ZARR
+
+# Calls that a loop had taken in when it was stopped are never begun.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 CLOSED = "expected a running client, got one that is clos(ing|ed)$"
 
@@ -31,6 +38,13 @@ class Closing:
         if self._calls == 3:
             self._close()
         return ()
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Have what is left of a stopped loop collected here, and not during the next test."""
+    yield
+    gc.collect()
 
 
 def test_a_client_closed_in_another_thread(cluster4: Client, folder: Path, store: WeightStore) -> None:
