@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-CLOSED = "expected a running client, got one that is clos(ing|ed)$"
+CLOSED = "expected a running client, got one that is (closing|closed)$"
 
 
 class Closing:
