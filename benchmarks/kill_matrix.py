@@ -23,7 +23,6 @@ from _bench import Bench, main
 from _stages import plain, write_store
 from distributed import Client, LocalCluster
 
-from dask_sdc import Auditor
 from dask_sdc.exceptions import GenerationInterrupted
 from dask_sdc.faults.stages import StageFault, arm_replay_fault, arm_spare_fault, arm_stage_fault
 from dask_sdc.inference.pipeline import Pipeline
@@ -69,9 +68,8 @@ def pipeline(client: Client, path: Path, case: Case) -> Iterator[Pipeline]:
         client, path, STAGES, spares=2, timeout=TIMEOUT, prefill_chunk=CHUNK, audit_rate=rate, **drafted
     ) as running:
         yield running
-    with Auditor(client) as auditor:  # nothing is wrong with its hardware, and the next case needs it
-        for domain in running.quarantined:
-            auditor.release(domain)
+    if running.quarantined:  # it is gone for good: another one takes its place
+        client.cluster.scale(len(client.cluster.worker_spec) + len(running.quarantined))
     lost = [address for address, pid in pids.items() if not alive(pid)]
     for address in lost:
         with contextlib.suppress(ProcessLookupError):

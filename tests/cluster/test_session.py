@@ -55,12 +55,13 @@ def test_workers_that_stay_out_of_reach_are_done_without(
     assert client.losses < 10**9 - 1 and "Not every worker has taken WorkerPlugin" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_frozen_from_the_start_is_done_without(
     fresh_cluster: Callable[[int], Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = fresh_cluster(4)
     monkeypatch.setattr(session, "_LOOK", 0.1)
-    monkeypatch.setattr(session, "_SETTLE", 2.0)
+    monkeypatch.setattr(session, "_SETTLE", 6.0)
     frozen = next(iter(client.run(os.getpid).values()))
     os.kill(frozen, signal.SIGSTOP)
     try:
