@@ -26,7 +26,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 #: All models on a card; elsewhere the others take longer than they say.
-NAMES = [name if name in ("sinks", "gpt2") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+NAMES = [name if name in ("sinks", "gpt2") else pytest.param(name, marks=pytest.mark.gpu) for name in MODELS]
 
 
 class Session:

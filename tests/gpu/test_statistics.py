@@ -79,7 +79,7 @@ def assert_close(got: dict[str, Any], expected: dict[str, Any], rtol: float = 1e
         np.testing.assert_allclose(got[field], value, err_msg=field, **tolerance)
 
 
-@pytest.mark.parametrize("rows", [301, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 1000))])
+@pytest.mark.parametrize("rows", [301, *(pytest.param(n, marks=pytest.mark.gpu) for n in (1, 2, 1000))])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", STATISTICS)
