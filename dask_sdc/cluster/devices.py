@@ -72,7 +72,6 @@ class DeviceWatch:
     def __init__(self, uuids: Sequence[str]) -> None:
         self._xids: dict[str, list[int]] = {uuid: [] for uuid in uuids}
         self._over = threading.Event()
-        self._listener: threading.Thread | None = None
         self._known: dict[str, DeviceHealth] = {}
 
     def read(self) -> tuple[list[DeviceHealth], list[str]]:
@@ -99,10 +98,7 @@ class DeviceWatch:
         for uuid in self._xids:
             with contextlib.suppress(nvml.NVMLError):  # it reports none
                 nvml.nvmlDeviceRegisterEvents(_device(nvml, uuid), nvml.nvmlEventTypeXidCriticalError, events)
-        self._listener = threading.Thread(
-            target=self._hear, args=(nvml, events), name="sdc-xids", daemon=True
-        )
-        self._listener.start()
+        threading.Thread(target=self._hear, args=(nvml, events), name="sdc-xids", daemon=True).start()
 
     def _hear(self, nvml: Any, events: Any) -> None:
         while not self._over.is_set():
