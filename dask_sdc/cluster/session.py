@@ -412,8 +412,7 @@ class Session:
 
     def dispatch(self, orders: Sequence[Dispatch], work: Work) -> None:
         """Submit batches as one graph and watch each of them."""
-        if self.client.status in ("closing", "closed"):
-            raise ClosedError(f"expected a running client, got one that is {self.client.status}")
+        expect_open(self.client)
         tasks = {order.batch_id: self._task(order, work) for order in orders}
         self._serial += 1
         graph = batch_graph(tasks.values(), run_batch, f"{self.topic}-{work.round}-{self._serial}")
@@ -575,6 +574,12 @@ def noticed(work: asyncio.Future[Any]) -> None:
     """Look at the exception of what perhaps nobody waits for any more, so that it is not logged."""
     if not work.cancelled():
         work.exception()
+
+
+def expect_open(client: Client, cause: BaseException | None = None, until: str = "") -> None:
+    """Refuse a client that is closed, or is being closed."""
+    if client.status in ("closing", "closed"):
+        raise ClosedError(f"expected a running client{until}, got one that is {client.status}") from cause
 
 
 async def _connected(client: Client) -> None:

@@ -15,9 +15,9 @@ import xarray as xr
 from distributed import Client
 from zarr.errors import ContainsArrayError
 
-from dask_sdc.cluster.session import Session
+from dask_sdc.cluster.session import Session, expect_open
 from dask_sdc.dataset.inputs import Inputs, inputs_of
-from dask_sdc.dataset.job import DatasetJob, Rules, expect_open
+from dask_sdc.dataset.job import UNTIL, DatasetJob, Rules
 from dask_sdc.dataset.layout import Arrays, Layout
 from dask_sdc.dataset.outputs import Output, check_outputs
 from dask_sdc.dataset.reading import open_dataset, opened, swept, there, writable
@@ -229,7 +229,7 @@ class _Making:
         try:
             return await self._run(*arguments)
         except asyncio.CancelledError:
-            expect_open(self._client)  # whose loop takes along whatever runs on it
+            expect_open(self._client, until=UNTIL)  # whose loop takes along whatever runs on it
             raise
 
     async def _run(

@@ -12,23 +12,26 @@ from typing import Any
 from distributed import Client
 from distributed.scheduler import KilledWorker
 
-from dask_sdc.cluster.session import Session
+from dask_sdc.cluster.session import Session, expect_open
 from dask_sdc.dataset.evidence import digest_of, receipt_of
 from dask_sdc.dataset.inputs import Inputs
 from dask_sdc.dataset.layout import Arrays, Layout
 from dask_sdc.dataset.report import DatasetReport, Progress, counted
 from dask_sdc.dataset.work import Made, lose_batch, make_batch
 from dask_sdc.evidence.ledger import Ledger
-from dask_sdc.exceptions import ClosedError, GenerationFailed, InputTypeError, NoDomainError
+from dask_sdc.exceptions import GenerationFailed, InputTypeError, NoDomainError
 from dask_sdc.graph.execute import Blob
 from dask_sdc.policy.domains import restrictions
 from dask_sdc.policy.messages import DomainLost, Place
 from dask_sdc.policy.sampling import CoverageSampler
 from dask_sdc.policy.verdict import Closeness, Decision, Outcome, Status, Voice, decide
 
-__all__ = ["DatasetJob", "Rules", "expect_open"]
+__all__ = ["UNTIL", "DatasetJob", "Rules"]
 
 logger = logging.getLogger("dask_sdc.dataset")
+
+#: How long a client has to be there.
+UNTIL = " until the dataset is there"
 
 #: Seconds without any worker after which a job gives up.
 _PATIENCE = 60.0
@@ -158,7 +161,7 @@ class DatasetJob:
         clock = asyncio.get_running_loop().time
         try:
             while self._queue or self._running:
-                expect_open(self._client)
+                expect_open(self._client, until=UNTIL)
                 await self._give_up_unreachable()
                 self._fill()
                 if self._running:
@@ -273,7 +276,7 @@ class DatasetJob:
 
     def _failed(self, order: _Order, why: str, error: BaseException | None) -> None:
         """Have a batch made elsewhere; give it up if it takes its worker along every time."""
-        expect_open(self._client)
+        expect_open(self._client, until=UNTIL)
         batch = order.batch
         if error is None and batch not in self._alone:
             self._alone.add(batch)
@@ -422,14 +425,6 @@ class DatasetJob:
             first = self._layout.samples_of(batch).start
             self._report.failures += made.failures
             self._report.reasons |= {first + k: why for k, why in enumerate(made.reasons) if why}
-
-
-def expect_open(client: Client) -> None:
-    """Refuse to go on with a client that was closed in the middle."""
-    if client.status in ("closing", "closed"):
-        raise ClosedError(
-            f"expected a running client until the dataset is there, got one that is {client.status}"
-        )
 
 
 def _compare(a: Voice, b: Voice) -> Closeness:

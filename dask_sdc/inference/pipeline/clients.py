@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 from distributed import Client
 
+from dask_sdc.cluster.session import expect_open
 from dask_sdc.exceptions import ClosedError
 
-__all__ = ["ended", "expect_open", "iterated", "synced", "while_open"]
+__all__ = ["ended", "iterated", "synced", "while_open"]
 
 T = TypeVar("T")
 
@@ -33,12 +34,6 @@ def while_open(client: Client) -> Iterator[None]:
     except (Exception, asyncio.CancelledError) as error:
         expect_open(client, error)
         raise
-
-
-def expect_open(client: Client, cause: BaseException | None = None) -> None:
-    """Refuse a client that is closed, or is being closed."""
-    if client.status in ("closing", "closed"):
-        raise ClosedError(f"expected a running client, got one that is {client.status}") from cause
 
 
 def synced(client: Client, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> Any:

@@ -10,11 +10,11 @@ from typing import Any
 import cloudpickle
 from distributed import Client
 
-from dask_sdc.cluster.session import register
+from dask_sdc.cluster.session import expect_open, register
 from dask_sdc.exceptions import ClosedError, ClusterError, GenerationInterrupted, InputError, InputTypeError
 from dask_sdc.inference.checkpoint import Checkpoint
 from dask_sdc.inference.pipeline.base import pipeline_name
-from dask_sdc.inference.pipeline.clients import ended, expect_open, iterated, synced, while_open
+from dask_sdc.inference.pipeline.clients import ended, iterated, synced, while_open
 from dask_sdc.inference.pipeline.crew import LOAD
 from dask_sdc.inference.pipeline.hosting import CoordinatorPlugin, PipelineState
 from dask_sdc.inference.pipeline.owners import disown, own
