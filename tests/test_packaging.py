@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
@@ -27,7 +28,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 PROJECT = PYPROJECT["project"]
 # Each release of Numba needs one release of llvmlite, and asks for it.
 BUNDLED = {"llvmlite": "numba"}
-CONDA_NAMES = {"dask": "dask-core", "xxhash": "python-xxhash"}
+CONDA_NAMES = {"dask": "dask-core", "ml-dtypes": "ml_dtypes", "xxhash": "python-xxhash"}
 
 # The public names; a change of the package's face is a change of this list.
 EXPORTS = [
@@ -185,21 +186,38 @@ def test_python_bound_is_the_same_everywhere() -> None:
     assert PYPROJECT["tool"]["mypy"]["python_version"] == "3.11"
 
 
-def test_every_import_is_a_declared_dependency() -> None:
+def normalised(name: str) -> str:
+    """Return the name of a distribution as package indexes compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def undeclared(paths: Iterable[Path], pattern: str, extras: Iterable[str]) -> set[str]:
+    """Return the packages that the modules import and that neither the package nor its extras ask for."""
     provided = metadata.packages_distributions()
-    extras = PROJECT["optional-dependencies"]
-    declared = bounds([*PROJECT["dependencies"], *extras["demo"], *extras["models"], *extras["signing"]])
-    allowed = {re.sub(r"[-_.]+", "-", name).lower() for name in declared} | {PROJECT["name"]}
-    pattern = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
+    listed = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
+    declared = {normalised(name) for name in bounds([*PROJECT["dependencies"], *listed])}
     used = {
         name
-        for path in (ROOT / "dask_sdc").rglob("*.py")
-        if path.name != "testing.py"  # needs the test extra
-        for name in pattern.findall(path.read_text("utf-8"))
-        if name not in sys.stdlib_module_names and name in provided
+        for path in paths
+        for name in re.findall(pattern, path.read_text("utf-8"), re.MULTILINE)
+        if name not in {*sys.stdlib_module_names, "dask_sdc", "tests"} and name in provided
     }
-    undeclared = {name for name in used if not allowed & {dist.lower() for dist in provided[name]}}
-    assert {name for name in undeclared if BUNDLED.get(name) not in allowed} == set()
+    missing = {name for name in used if not declared & {normalised(dist) for dist in provided[name]}}
+    return {name for name in missing if BUNDLED.get(name) not in declared}
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    # testing.py needs the test extra
+    paths = [path for path in (ROOT / "dask_sdc").rglob("*.py") if path.name != "testing.py"]
+    extras = ["demo", "models", "signing"]
+    assert undeclared(paths, r"^\s*(?:import|from)\s+(\w+)", extras) == set()
+
+
+def test_what_tests_import_comes_with_the_test_extra() -> None:
+    """An import at the top of a module stops the collection where it fails; others are skipped there."""
+    paths = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "tests").rglob("conftest.py")]
+    extras = ["demo", "models", "signing", "test"]
+    assert undeclared(paths, r"^(?:import|from)\s+(\w+)", extras) == set()
 
 
 @pytest.mark.parametrize(
