@@ -16,8 +16,8 @@
 
 Until the resume everything may be done again, so a second failure at any step just goes round again, a
 bounded number of times, without repeating what was proved. A spare that does not reproduce the record is
-refused. If two spares agree with each other and not with the record, it is the record that is wrong (the lost
-stage had computed wrongly): that session is given up and the others go on.
+refused. If two spares agree with each other and not with the record, and the second one does so twice, it is
+the record that is wrong: the lost stage had computed wrongly. The session is rolled back to where they part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dask_sdc.exceptions import (
 )
 from dask_sdc.inference.checkpoint import Checkpoint
 from dask_sdc.inference.journal import ChunkRecord
-from dask_sdc.inference.ops import RecoveryOps, RecoveryReport, Replay, Step
+from dask_sdc.inference.ops import Outvoted, RecoveryOps, RecoveryReport, Replay, Step
 from dask_sdc.inference.proof import ENVELOPE, Proof
 from dask_sdc.inference.session import (
     EpochFence,
@@ -59,6 +59,7 @@ __all__ = [
     "Failure",
     "Loss",
     "LossKind",
+    "Outvoted",
     "RecoveryOps",
     "RecoveryReport",
     "Replay",
@@ -149,7 +150,8 @@ async def run_recovery(
     Returns
     -------
     RecoveryReport
-        The pipeline works again. Sessions in ``abandoned`` do not.
+        The pipeline works again. Sessions in ``abandoned`` do not, and those in ``rolled_back`` go on from an
+        earlier position.
 
     Raises
     ------
@@ -191,6 +193,14 @@ class _Tie(Exception):
     """A fast replay gave another token: one that was as likely, or a wrong one. An exact replay tells."""
 
 
+class _Outvoted(Exception):
+    """A session depends on an output on record that was wrong."""
+
+    def __init__(self, wrong: ChunkRecord) -> None:
+        super().__init__(str(wrong.place))
+        self.position = wrong.position
+
+
 class _Abandon(Exception):
     """One session cannot be healed."""
 
@@ -224,7 +234,10 @@ class _Recovery:
     abandoned: dict[str, GenerationInterrupted] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     mismatches: dict[int, ReplayMismatch] = field(default_factory=dict)  # per stage, until it is proved
-    dissent: dict[tuple[int, str, int, bytes], str] = field(default_factory=dict)  # -> spare that gave it
+    # What a spare made that is not on record, by stage, session, chunk and digest.
+    dissent: dict[tuple[int, str, int, bytes], str] = field(default_factory=dict)
+    outvoted: list[Outvoted] = field(default_factory=list)
+    rolled_back: dict[str, int] = field(default_factory=dict)
     cause: BaseException | None = None
 
     # -- the rounds -----------------------------------------------------------------------------
@@ -257,11 +270,8 @@ class _Recovery:
         for stage in sorted(self.vacant):
             await self.swap(stage)
         await self.truncate()
-        for session in list(self.sessions.values()):
-            try:
-                await self.rebuild(session)
-            except _Abandon as given_up:
-                self.abandon(session, given_up.error)
+        for session in list(self.sessions):
+            await self.settle(session)
         await self.call("resume", self.ops.resume(self.epoch))
 
     async def survey(self, fed: int | None, returned: int | None) -> Failure | None:
@@ -381,6 +391,26 @@ class _Recovery:
 
     # -- replay ---------------------------------------------------------------------------------
 
+    async def settle(self, name: str) -> None:
+        """Bring a session to where it stands, or back to where what is on record of it is right."""
+        while True:
+            session = self.sessions[name]
+            try:
+                return await self.rebuild(session)
+            except _Outvoted as outvoted:
+                await self.roll_back(session, outvoted.position)
+            except _Abandon as given_up:
+                return self.abandon(session, given_up.error)
+
+    async def roll_back(self, session: SessionState, position: int) -> None:
+        """Believe nothing of a session any more from a position on."""
+        name = session.session
+        self.sessions[name] = self.sessions[name].rolled_back(position)
+        self.rolled_back[name] = position
+        for stage in range(len(self.blocks)):
+            if not self.has_lost(stage, session):
+                await self.cut(stage, self.sessions[name])
+
     async def rebuild(self, session: SessionState) -> None:
         """Replay a session on every stage that has lost it, head first."""
         lost = [stage for stage in range(len(self.blocks)) if self.has_lost(stage, session)]
@@ -425,7 +455,14 @@ class _Recovery:
         except ReplayMismatch as mismatch:
             if mismatch.what == "token" and session.exact and not exact:
                 raise _Tie from mismatch
-            self.judge(mismatch, session, doubtful)
+            self.cause = mismatch
+            self.check_follower(mismatch, session)
+            if self.contradicts_record(mismatch, doubtful):
+                await self.outvote(mismatch, session, evidence, exact)
+            for lost in doubtful:
+                self.mismatches[lost] = mismatch
+                self.lose(Loss(lost, LossKind.FAILED, detail=str(mismatch)))
+            raise _Again from mismatch
         self.replays[stage, session.session] = Replay(
             stage,
             session.session,
@@ -511,34 +548,54 @@ class _Recovery:
 
     # -- verdicts -------------------------------------------------------------------------------
 
-    def judge(self, mismatch: ReplayMismatch, session: SessionState, doubtful: Sequence[int]) -> NoReturn:
-        """Say who is wrong: the spare, the next stage, or the record."""
+    def check_follower(self, mismatch: ReplayMismatch, session: SessionState) -> None:
+        """Replace the next stage if it took in something else than the coordinator was told."""
         stage, who = mismatch.stage, vars(mismatch).get("who", "")
-        self.cause = mismatch
         if who == f"stage {stage + 1}" and stage in session.boundaries and mismatch.what == "digest":
-            # The replay gives what the coordinator was told: the next stage took in something else.
             self.lose(Loss(stage + 1, LossKind.FAILED, detail=f"was fed something else: {mismatch}"))
             raise _Again from mismatch
-        if len(doubtful) == 1 and stage in self.placed and self.seconded(mismatch):
-            self.mismatches.pop(stage, None)
-            raise _Abandon(mismatch)
-        for lost in doubtful:
-            self.mismatches[lost] = mismatch
-            self.lose(Loss(lost, LossKind.FAILED, detail=str(mismatch)))
-        raise _Again from mismatch
 
-    def seconded(self, mismatch: ReplayMismatch) -> bool:
-        """Say whether another spare gave the very same output that is not on record."""
-        fields = vars(mismatch)
-        if not fields.get("got"):
+    def contradicts_record(self, mismatch: ReplayMismatch, doubtful: Sequence[int]) -> bool:
+        """Say whether it is the record that is wrong: two spares made the same, and something else.
+
+        A spare that was proved right against the record needs no other one for another session.
+        """
+        stage, made = mismatch.stage, vars(mismatch).get("made")
+        if made is None or len(doubtful) > 1 or stage not in self.placed:
             return False
-        spare = self.placed[mismatch.stage]
-        key = (mismatch.stage, mismatch.session, fields["index"], fields["got"])
-        other = self.dissent.setdefault(key, spare)
-        if other == spare:
-            return False
-        self.refused.pop(other, None)  # it was right
-        return True
+        spare = self.placed[stage]
+        if any((one.stage, one.holder) == (stage, spare) for one in self.outvoted):
+            return True
+        return self.dissent.setdefault(_made(mismatch), spare) != spare
+
+    async def outvote(
+        self, mismatch: ReplayMismatch, session: SessionState, evidence: Evidence, exact: bool
+    ) -> NoReturn:
+        """Have a spare that contradicts the record say so again; then the record goes."""
+        stage, fields = mismatch.stage, vars(mismatch)
+        spare, other = self.placed[stage], self.dissent.get(_made(mismatch))
+        await self.call("open", self.ops.open(stage, session), stage, session.session)
+        again = await self.mismatch_again(stage, session, evidence, exact)
+        if again is None or _made(again) != _made(mismatch):
+            self.lose(Loss(stage, LossKind.FAILED, detail=f"not twice the same: {mismatch}"))
+            raise _Again from mismatch
+        if other not in (None, spare):
+            self.outvoted.append(
+                Outvoted(stage, session.session, fields["recorded"], fields["made"], spare, other)
+            )
+            self.refused.pop(other, None)  # it was right
+        raise _Outvoted(fields["recorded"])
+
+    async def mismatch_again(
+        self, stage: int, session: SessionState, evidence: Evidence, exact: bool
+    ) -> ReplayMismatch | None:
+        tail = stage == len(self.blocks) - 1
+        proof = Proof(stage, session, evidence, tail=tail, exact=exact, envelope=self.envelope)
+        try:
+            await self.feed(proof, session, exact)
+        except ReplayMismatch as mismatch:
+            return mismatch if vars(mismatch).get("made") is not None else None
+        return None
 
     def abandon(self, session: SessionState, error: GenerationInterrupted) -> None:
         del self.sessions[session.session]
@@ -561,6 +618,8 @@ class _Recovery:
             tuple(self.resent),
             tuple(self.replays.values()),
             dict(self.abandoned),
+            tuple(self.outvoted),
+            dict(self.rolled_back),
             tuple(self.steps),
         )
 
@@ -588,6 +647,12 @@ class _Recovery:
             report=self.report(),
         )
         raise error from (self.cause if self.cause is not error else None)
+
+
+def _made(mismatch: ReplayMismatch) -> tuple[int, str, int, bytes]:
+    """Return where a replay parts from the record, and with what."""
+    made: ChunkRecord = vars(mismatch)["made"]
+    return mismatch.stage, mismatch.session, made.index, made.digest
 
 
 def _text(error: BaseException) -> str:

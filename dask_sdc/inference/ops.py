@@ -125,6 +125,30 @@ class Replay:
 
 
 @dataclass(frozen=True)
+class Outvoted:
+    """An output on record that two spares contradict alike: whoever held the stage had computed wrongly.
+
+    Parameters
+    ----------
+    stage : int
+        The stage.
+    session : str
+        The session, which was rolled back to the begin of this output.
+    recorded, made : ChunkRecord
+        The output as it is on record, and as the spares made it.
+    holder, other : str
+        The spares. The first one holds the stage now and has made it twice.
+    """
+
+    stage: int
+    session: str
+    recorded: ChunkRecord
+    made: ChunkRecord
+    holder: str
+    other: str
+
+
+@dataclass(frozen=True)
 class RecoveryReport:
     """What a recovery did.
 
@@ -147,6 +171,10 @@ class RecoveryReport:
         What was replayed and proved.
     abandoned : dict of str to GenerationInterrupted
         Sessions that could not be healed; their state is to be closed and the error to be raised.
+    outvoted : tuple of Outvoted
+        Outputs on record that were wrong.
+    rolled_back : dict of str to int
+        Sessions that depended on them, and the position up to which they stand now.
     steps : tuple of Step
         Every call.
     """
@@ -159,6 +187,8 @@ class RecoveryReport:
     resent: tuple[int, ...] = ()
     replays: tuple[Replay, ...] = ()
     abandoned: dict[str, GenerationInterrupted] = field(default_factory=dict)
+    outvoted: tuple[Outvoted, ...] = ()
+    rolled_back: dict[str, int] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
 
     @property
@@ -185,5 +215,19 @@ class RecoveryReport:
             "resent": list(self.resent),
             "replays": [vars(replay) | {"witnesses": list(replay.witnesses)} for replay in self.replays],
             "abandoned": {session: str(error) for session, error in self.abandoned.items()},
+            "outvoted": [
+                {
+                    "stage": one.stage,
+                    "session": one.session,
+                    "chunk": one.made.index,
+                    "position": one.made.position,
+                    "recorded": one.recorded.digest.hex(),
+                    "made": one.made.digest.hex(),
+                    "holder": one.holder,
+                    "other": one.other,
+                }
+                for one in self.outvoted
+            ],
+            "rolled_back": dict(self.rolled_back),
             "steps": [vars(step) for step in self.steps],
         }

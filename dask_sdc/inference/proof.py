@@ -101,7 +101,8 @@ class Proof:
         Raises
         ------
         ReplayMismatch
-            If it is not what is on record; ``what`` and ``position`` say where, ``who`` whose record it is.
+            If it is not what is on record; ``what`` and ``position`` say where, ``who`` whose record it is,
+            ``recorded`` and ``made`` what is on record and what was made, where it is an output that differs.
         """
         self._follows(output)
         for who, records in self._evidence.items():
@@ -145,10 +146,10 @@ class Proof:
         if output.digest != record.digest:
             expected, got = record.digest.hex(), output.digest.hex()
             message = f"expected the digest {expected} that {who} recorded, got {got}"
-            raise self._mismatch("digest", output.position, message, who, output)
+            raise self._mismatch("digest", output.position, message, who, record, output)
         if record.tokens and output.tokens != record.tokens:
             message = f"expected the tokens {record.tokens} that {who} recorded, got {output.tokens}"
-            raise self._mismatch("token", output.position, message, who, output)
+            raise self._mismatch("token", output.position, message, who, record, output)
 
     def _sketch(self, output: ChunkRecord, who: str) -> None:
         rows, recorded = sketch_rows([output]), self._rows[who]
@@ -158,7 +159,8 @@ class Proof:
             error = sketch_error(rows[position], recorded[position]) if position in rows else float("inf")
             if error > self.envelope:
                 message = f"expected the sketch that {who} recorded within {self.envelope:g}, got {error:.3g}"
-                raise self._mismatch("sketch", position, message, who, output)
+                record = next(record for record in self._evidence[who] if position < record.end)
+                raise self._mismatch("sketch", position, message, who, record, output)
             self.error = max(self.error, error)
 
     def _tokens(self, output: ChunkRecord) -> None:
@@ -176,7 +178,13 @@ class Proof:
             self.tokens += 1
 
     def _mismatch(
-        self, what: str, position: int, message: str, who: str = "", output: ChunkRecord | None = None
+        self,
+        what: str,
+        position: int,
+        message: str,
+        who: str = "",
+        recorded: ChunkRecord | None = None,
+        made: ChunkRecord | None = None,
     ) -> ReplayMismatch:
         return ReplayMismatch(
             f"stage {self.stage}, session {self.session.session}, position {position}: {message}",
@@ -185,6 +193,6 @@ class Proof:
             position=position,
             what=what,
             who=who,
-            index=-1 if output is None else output.index,
-            got=b"" if output is None else output.digest,
+            recorded=recorded,
+            made=made,
         )

@@ -334,9 +334,18 @@ class Coordinator:
         self.reports.append(report)
         for error in report.abandoned.values():
             raise error
+        for session, position in report.rolled_back.items():
+            self.roll_back(session, position)
         self.epoch, self.returned = report.epoch, self.index
         self.distrusted |= set(report.resent)
         return report
+
+    def roll_back(self, session: str, position: int) -> None:
+        """Believe nothing from a position on."""
+        self.committed[session] = list(self.state(session).rolled_back(position).committed)
+        self.fed[session].truncate(position)
+        for log in self.boundaries[session]:
+            log.truncate(position)
 
     def text(self, session: str) -> list[int]:
         return [*self.prompt[session], *self.committed[session]]
