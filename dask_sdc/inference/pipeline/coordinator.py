@@ -25,6 +25,7 @@ from dask_sdc.inference.heal import Loss, LossKind, RecoveryReport, for_session,
 from dask_sdc.inference.host import Chunk, SessionSettings
 from dask_sdc.inference.journal import boundary_digest
 from dask_sdc.inference.pipeline.audits import Located, Mismatch, StageAudits
+from dask_sdc.inference.pipeline.blame import Blame
 from dask_sdc.inference.pipeline.crew import Crew
 from dask_sdc.inference.pipeline.fed import FedSession, Feed, Returned
 from dask_sdc.inference.pipeline.lines import Answers, Line
@@ -39,9 +40,6 @@ T = TypeVar("T")
 
 #: Deadlines are this many times what a traversal took so far, where that is longer than the timeout.
 _SLACK = 20.0
-
-#: Workers that a stage may be lost on without a word, at one position of a session, before that is to blame.
-_LIVES = 4
 
 #: Bytes per second that a worker takes in at least, on a machine that it shares.
 _INTAKE = 2**25
@@ -113,8 +111,7 @@ class Coordinator:
         self._closed = False
         # What the next recovery begins with: stages to replace, and what is not believed any more.
         self._evicted: dict[int, str] = {}
-        # Workers on which a stage failed, by stage, session and position.
-        self._failures: dict[tuple[int, str, int], list[str]] = {}
+        self._blame = Blame(timeout)
         self._rollbacks: dict[str, int] = {}
         self._inquiries: set[asyncio.Future[None]] = set()
         self._openings: dict[str, asyncio.Future[None]] = {}
@@ -156,8 +153,7 @@ class Coordinator:
                     await self._drained(session)
                 finally:
                     del self._sessions[name], self._settings[name]
-                    for key in [key for key in self._failures if key[1] == name]:
-                        del self._failures[key]
+                    self._blame.forget(name)
                     await self._close(name)
 
     def _handed_out(self, session: FedSession) -> int:
@@ -558,7 +554,7 @@ class Coordinator:
                 self._epoch = max(self._epoch, vars(error)["report"].epoch)
                 self._dismiss(vars(error)["report"].losses, holders)
                 if isinstance(error, NoSpareError):
-                    self._explain(error, flying)
+                    self._blame.explain(error, flying)
                 raise
             for stage in evicted:
                 self._evicted.pop(stage, None)
@@ -566,14 +562,7 @@ class Coordinator:
             self._returned.clear()
             self._distrusted = set(report.resent)
             self._dismiss(report.losses, holders)
-            lost = {loss.stage: loss for loss in report.losses}
-            for loss in lost.values():
-                if loss.kind is LossKind.FROZEN and loss.detail and loss.chunk in flying:
-                    self._blame_input(flying[loss.chunk], loss, holders[loss.stage], report)
-                elif loss.kind in (LossKind.FROZEN, LossKind.UNREACHABLE):
-                    # All that were on their way may have been the end of it.
-                    for session in set(flying.values()):
-                        self._blame_input(session, loss, holders[loss.stage], report, _LIVES)
+            self.ring.shunned -= self._blame.spread(report, holders, flying)
             for name in report.inexact & self._sessions.keys():
                 self._sessions[name].exact = False
             self.recoveries.append(report)
@@ -585,49 +574,6 @@ class Coordinator:
         for loss in losses:
             if loss.kind is LossKind.FROZEN and DeviceLost.__name__ in loss.detail:
                 self._crew.give_up(holders[loss.stage], loss.detail)
-
-    def _blame_input(
-        self, session: FedSession, loss: Loss, holder: str, report: RecoveryReport, lives: int = 2
-    ) -> None:
-        """Give a session up if a stage was lost so many times at one position of it, which is to blame."""
-        position = session.begin_of(loss.chunk)
-        failed = self._failures.setdefault((loss.stage, session.name, position), [])
-        failed.append(holder)
-        if len(failed) < lives:
-            return
-        if loss.detail:
-            self.ring.shunned.difference_update(failed)
-        times = "two" if lives == 2 else lives
-        report.abandoned[session.name] = GenerationInterrupted(
-            f"session {session.name}: stage {loss.stage} failed at position {position} on {times} workers: "
-            f"{loss.detail or self._too_slow(loss.stage, len(failed))}",
-            stage=loss.stage,
-            session=session.name,
-            committed=session.state().committed,
-            checkpoint=session.state().checkpoint(),
-        )
-
-    def _explain(self, error: NoSpareError, flying: Mapping[int, FedSession]) -> None:
-        """Say so where a stage only took too long, on the last spare as well."""
-        for loss in reversed(vars(error)["report"].losses):
-            session = flying.get(loss.chunk)
-            if (
-                session is None
-                or loss.stage != error.stage
-                or loss.kind is not LossKind.FROZEN
-                or loss.detail
-            ):
-                continue
-            before = self._failures.get((loss.stage, session.name, session.begin_of(loss.chunk)), [])
-            error.args = (f"{error}; {self._too_slow(loss.stage, len(before) + 1)}",)
-            return
-
-    def _too_slow(self, stage: int, workers: int) -> str:
-        each = f"each of {workers} workers" if workers > 1 else "the worker that had it"
-        return (
-            f"stage {stage} answered, but took longer than timeout={self.timeout:g} s for a chunk on {each}: "
-            "raise timeout if that is what it takes"
-        )
 
     # -- what audits ask -------------------------------------------------------------------------
 
