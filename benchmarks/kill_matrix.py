@@ -2,8 +2,9 @@
 
 {killed, frozen, failing, message lost; a bit flipped in weights, KV cache or an activation} × {each stage} ×
 {prefill, first, middle and last token, during a replay}, greedy, sampled and with drafted tokens, on a small
-random model in three stages on processes of their own. Each case runs on the same cluster, whose nannies
-start a new worker for each that was lost. Flipped bits are found by audits of every chunk.
+random model in three stages on processes of their own. Cases run on one cluster, whose nannies start a new
+worker for each that was lost, until a worker is quarantined: then on a new one. Flipped bits are found by
+audits of every chunk.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -50,11 +51,15 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of it: the tokens, what was said to be lost, and what was done that should not have been."""
+    """What came of it: the tokens, what was said to be lost, and what was done that should not have been.
+
+    ``quarantined`` says whether the cluster has a worker less from now on.
+    """
 
     ids: tuple[int, ...]
     losses: str
     astray: str
+    quarantined: bool
 
 
 @contextlib.contextmanager
@@ -68,8 +73,8 @@ def pipeline(client: Client, path: Path, case: Case) -> Iterator[Pipeline]:
         client, path, STAGES, spares=2, timeout=TIMEOUT, prefill_chunk=CHUNK, audit_rate=rate, **drafted
     ) as running:
         yield running
-    if running.quarantined:  # it is gone for good: another one takes its place
-        client.cluster.scale(len(client.cluster.worker_spec) + len(running.quarantined))
+    if running.quarantined:
+        return
     lost = [address for address, pid in pids.items() if not alive(pid)]
     for address in lost:
         with contextlib.suppress(ProcessLookupError):
@@ -124,9 +129,11 @@ def run(client: Client, path: Path, case: Case) -> Outcome:
         try:
             ids = running.generate(PROMPT, TOKENS, stop=[], **SETTINGS[case.mode]).ids
         except GenerationInterrupted as error:
-            return Outcome(tuple(error.committed), f"{type(error).__name__}: {error}", "given up")
+            why = f"{type(error).__name__}: {error}"
+            return Outcome(tuple(error.committed), why, "given up", bool(running.quarantined))
         losses = [loss for report in running.recoveries for loss in report.losses]
-        return Outcome(ids, "; ".join(map(str, losses)), astray(case, running, before, losses))
+        strayed = astray(case, running, before, losses)
+        return Outcome(ids, "; ".join(map(str, losses)), strayed, bool(running.quarantined))
 
 
 def astray(case: Case, running: Pipeline, before: tuple[str, ...], losses: list[Loss]) -> str:
@@ -175,26 +182,40 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
+def outcomes(path: Path, todo: Sequence[Case]) -> Iterator[tuple[Case, Outcome, float]]:
+    """Run cases, and yield each with what came of it and the seconds that it took."""
+    left = list(todo)
+    while left:
+        with (
+            LocalCluster(
+                n_workers=WORKERS,
+                threads_per_worker=1,
+                processes=True,
+                dashboard_address=":0",
+                silence_logs=60,
+            ) as cluster,
+            Client(cluster) as client,
+        ):
+            quarantined = False
+            while left and not quarantined:
+                began = time.perf_counter()
+                outcome = run(client, path, case := left.pop(0))
+                quarantined = outcome.quarantined
+                yield case, outcome, time.perf_counter() - began
+
+
 def measure(bench: Bench) -> None:
     """Run all cases and print the matrix."""
     logging.getLogger("dask_sdc").setLevel(logging.ERROR)
     wrong, astray, slow, todo = 0, 0, 0.0, cases(bench.quick)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        LocalCluster(
-            n_workers=WORKERS, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=60
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.zarr"
         store = write_store(path)
         expected = {mode: plain(store, PROMPT, TOKENS, CHUNK, **given) for mode, given in SETTINGS.items()}
-        for case in todo:
-            began = time.perf_counter()
-            outcome = run(client, path, case)
+        for case, outcome, seconds in outcomes(path, todo):
             same = outcome.ids == expected[case.mode]
             wrong, astray = wrong + (not same), astray + bool(outcome.astray)
-            slow = max(slow, time.perf_counter() - began)
+            slow = max(slow, seconds)
             verdict = "equal" if same else "DIFFERENT"
             where = f"{case.kind:10} stage {case.stage} {case.moment:8} {case.mode:8}"
             bench.say(

@@ -349,8 +349,7 @@ class Auditor:
     async def _shut(self) -> None:
         if self._running is not None:
             self._running.cancel()
-        if self._attached:
-            await self._session.detach()
+        await self._session.detach()
         if self._ledger is not None:
             self._ledger.close()
 

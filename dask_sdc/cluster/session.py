@@ -177,6 +177,9 @@ class Session:
         self._reached: set[str] = set()
         # Seconds per row, by kind of work.
         self._costs: dict[bytes, float] = {}
+        # Whether the scheduler knows this client, or was asked to; and whether it is to forget it for good.
+        self._joined = self._left = False
+        self._asking = asyncio.Lock()
         # The stream from the scheduler on which all news have come since it was last asked.
         self._stream: Any = None
         self._news: set[asyncio.Task[None]] = set()
@@ -208,17 +211,45 @@ class Session:
         identities = await self._identities()
         chosen, note = choose_kind(identities) if self.kind == "auto" else (self.kind, "")
         await self.client.register_plugin(SDCSchedulerPlugin(chosen, self._wanted_lanes))
+        self._expect_here()
         self.client.subscribe_topic(self.topic, self._hear)
-        state = await self._scheduler.sdc_attach(topic=self.topic, client=self.client.id)
+        self._joined = True
+        state = await self._state()
         if self.kind not in ("auto", state["kind"]):
-            await self.detach()
+            await self._leave()
             raise InputError(
                 f"expected failure domains of kind {state['kind']!r}, which this cluster "
                 f"already audits with, got domain={self.kind!r}"
             )
         self.note = note if state["kind"] == chosen else f"domains are {state['kind']}s, as set up before"
         await register(self.client, SDCWorkerPlugin(self._custom, self._pin_cores))
-        self._learn(await self._scheduler.sdc_attach(topic=self.topic, client=self.client.id))
+        self._learn(await self._state())
+
+    async def _state(self) -> Mapping[str, Any]:
+        """Return the state of the cluster, whose scheduler tells this client the news from then on.
+
+        Raises
+        ------
+        ClosedError
+            After `detach`: the scheduler would never hear of the end.
+        """
+
+        async def ask() -> Mapping[str, Any]:
+            async with self._asking:
+                self._expect_here()
+                state: Mapping[str, Any] = await self._scheduler.sdc_attach(
+                    topic=self.topic, client=self.client.id
+                )
+                return state
+
+        # Whoever does not wait for the answer any more has asked all the same.
+        asked = asyncio.ensure_future(ask())
+        asked.add_done_callback(noticed)
+        return await asyncio.shield(asked)
+
+    def _expect_here(self) -> None:
+        if self._left:
+            raise ClosedError("expected an open session, it was closed meanwhile")
 
     async def _identities(self) -> list[Identity]:
         def ask(dask_worker: Worker, custom: bytes | None) -> Identity:
@@ -265,9 +296,7 @@ class Session:
         """Return the state of the cluster; workers that have just come get a moment to register."""
         deadline = time.monotonic() + _SETTLE
         while True:
-            state: Mapping[str, Any] = await self._scheduler.sdc_attach(
-                topic=self.topic, client=self.client.id
-            )
+            state = await self._state()
             if state["workers"] and state["coming"] <= self._missing:
                 return state
             if time.monotonic() > deadline:
@@ -286,12 +315,18 @@ class Session:
         self._learn(await self._scheduler.sdc_snapshot())
 
     async def detach(self) -> None:
-        """Cancel what is under way and stop listening."""
+        """Cancel what is under way and stop listening, for good."""
         self.cancel_all()
-        if self.client.status == "running":
-            with contextlib.suppress(OSError):
-                self.client.unsubscribe_topic(self.topic)
-                await self._scheduler.sdc_detach(topic=self.topic)
+        self._left = True
+        await self._leave()
+
+    async def _leave(self) -> None:
+        async with self._asking:
+            if self._joined and self.client.status == "running":
+                self._joined = False
+                with contextlib.suppress(OSError):
+                    self.client.unsubscribe_topic(self.topic)
+                    await self._scheduler.sdc_detach(topic=self.topic)
 
     def places(self) -> list[Place]:
         """Return the live domains."""

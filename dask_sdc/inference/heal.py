@@ -601,8 +601,7 @@ class _Recovery:
         del self.sessions[session.session]
         for waiting in self.unproved.values():
             waiting.discard(session.session)
-        position = error.position if isinstance(error, ReplayMismatch) else None
-        checkpoint = session.checkpoint(position)
+        checkpoint = session.checkpoint()
         error.__dict__.update(committed=session.committed, checkpoint=checkpoint, session=session.session)
         self.abandoned[session.session] = error
 

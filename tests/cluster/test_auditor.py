@@ -375,6 +375,36 @@ async def test_closing_ends_the_call_of_another_task(c: Client, s: Scheduler, *w
     assert not call.cancelled()
 
 
+@gen_cluster(client=True, nthreads=FOUR)
+async def test_closing_while_a_call_attaches_leaves_nothing_behind(
+    c: Client, s: Scheduler, *workers: Worker
+) -> None:
+    async with Auditor(c, audit_rate=0.5, seed=1) as first:
+        check(await first.accumulate(Sums(), BLOCKS))
+        attach = s.handlers["sdc_attach"]
+        asked, go, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def late(**arguments: Any) -> Any:
+            asked.set()
+            await go.wait()
+            try:
+                return await attach(**arguments)
+            finally:
+                answered.set()
+
+        s.handlers["sdc_attach"] = late
+        auditor = Auditor(c, audit_rate=0.5, seed=1)
+        call = asyncio.ensure_future(auditor.accumulate(Sums(), BLOCKS))
+        await asked.wait()
+        closing = asyncio.ensure_future(auditor.close())
+        with pytest.raises(ClosedError, match="closed"):
+            await call
+        go.set()
+        await asyncio.gather(closing, answered.wait())
+        assert list(s.plugins["dask_sdc"].topics) == [first._session.topic]
+        s.handlers["sdc_attach"] = attach
+
+
 def test_a_client_that_closes_ends_a_call(shared_cluster4: str, tmp_path: Path) -> None:
     with Client(shared_cluster4, set_as_default=False) as client, ThreadPoolExecutor(1) as pool:
         auditor = Auditor(client, audit_rate=0.5, seed=1)

@@ -179,7 +179,7 @@ class ArraySession(FedSession):
         taken = number - self._silent
         if 0 <= taken < len(self._taken) and record.digest != self._taken[taken]:
             raise GenerationInterrupted(
-                f"session {self.name}: an audit found that result {taken} was wrong when it was handed out",
+                f"session {self.name}: result {taken} was found to be wrong after it was handed out",
                 session=self.name,
                 checkpoint=self.state().checkpoint(),
             )

@@ -32,7 +32,7 @@ from dask_sdc.inference.shadow import (
 )
 from dask_sdc.policy.verdict import Outcome, Voice
 
-__all__ = ["Located", "Mismatch", "StageAudits", "Surroundings"]
+__all__ = ["Located", "Mismatch", "StageAudits", "Surroundings", "envelope_of"]
 
 logger = logging.getLogger("dask_sdc.inference")
 
@@ -327,7 +327,7 @@ class StageAudits:
         else:
             self._followers.pop(key, None)  # what is on its way may yet be taken back
         sides = [self._around.locate(a).fingerprint for a in (self._around.ring.addresses[stage], auditor)]
-        first = first_divergence(recorded, recomputed, within=_envelope(sides))
+        first = first_divergence(recorded, recomputed, within=envelope_of(sides))
         if first is None:
             self._agreed(key, last, chunks[-1].end if counts else None)
         else:
@@ -439,7 +439,7 @@ class StageAudits:
             voices.get("rerun_primary"),
             voices.get("rerun_audit"),
             clean=clean,
-            envelope=_envelope([said.fingerprint for said in voices.values() if said.ref]),
+            envelope=envelope_of([said.fingerprint for said in voices.values() if said.ref]),
         )
 
     def _voice(self, role: str, address: str, records: Sequence[ChunkRecord] | None) -> Voice:
@@ -495,6 +495,6 @@ class StageAudits:
         await self._around.evict(finding.stage, why, positions)
 
 
-def _envelope(fingerprints: Sequence[str]) -> float | None:
+def envelope_of(fingerprints: Sequence[str]) -> float | None:
     """Return by how much results may differ: not at all in equal environments."""
     return None if len(set(fingerprints)) == 1 else ENVELOPE

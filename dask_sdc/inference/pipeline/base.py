@@ -147,8 +147,8 @@ class StagedPipeline(ABC):
             self._timeout,
             self._budget(chosen),
             self._exact,
-            self._audit,
             self._differs,
+            self._audit,
         )
         await self._crew.keep_spares()
         self._watch(self._hear_of_workers())

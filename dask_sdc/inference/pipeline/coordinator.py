@@ -27,6 +27,7 @@ from dask_sdc.inference.journal import boundary_digest
 from dask_sdc.inference.pipeline.audits import Located, Mismatch, StageAudits
 from dask_sdc.inference.pipeline.blame import Blame
 from dask_sdc.inference.pipeline.crew import Crew
+from dask_sdc.inference.pipeline.evidence import mismatch_of
 from dask_sdc.inference.pipeline.fed import FedSession, Feed, Returned
 from dask_sdc.inference.pipeline.lines import Answers, Line
 from dask_sdc.inference.pipeline.ops import POSITIONS, ClusterOps, Ring
@@ -70,10 +71,10 @@ class Coordinator:
         Positions of all open sessions together that the stages have memory for.
     exact : bool
         Whether replays are exact; see `run_recovery`.
+    differs : callable
+        Awaited with every `Mismatch` that an audit or a recovery finds, after the sessions were healed.
     audit : ShadowAudit, optional
         Draws the chunks that are audited.
-    differs : callable, optional
-        Awaited with every `Mismatch` that an audit finds, after the sessions were healed.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class Coordinator:
         timeout: float,
         budget: int,
         exact: bool,
+        differs: Callable[[Mismatch], Awaitable[None]],
         audit: ShadowAudit | None = None,
-        differs: Callable[[Mismatch], Awaitable[None]] | None = None,
     ) -> None:
         self.ring, self.blocks, self.timeout, self.budget = ring, tuple(blocks), timeout, budget
         self.recoveries: list[RecoveryReport] = []
@@ -115,9 +116,8 @@ class Coordinator:
         self._rollbacks: dict[str, int] = {}
         self._inquiries: set[asyncio.Future[None]] = set()
         self._openings: dict[str, asyncio.Future[None]] = {}
-        self._audits = None
-        if audit is not None and differs is not None:
-            self._audits = StageAudits(audit, self, differs)
+        self._differs = differs
+        self._audits = StageAudits(audit, self, differs) if audit is not None else None
         self._exact = exact
 
     # -- generation ------------------------------------------------------------------------------
@@ -497,8 +497,9 @@ class Coordinator:
             if stage in self._evicted:
                 await self.repair(f"stage {stage}: {why}")
 
-    def _roll_back(self) -> None:
-        for name, position in self._rollbacks.items():
+    def _take_back(self, positions: Mapping[str, int]) -> None:
+        """Believe nothing of sessions any more from a position on."""
+        for name, position in positions.items():
             session = self._sessions.get(name)
             if session is None:
                 continue
@@ -506,14 +507,16 @@ class Coordinator:
             if self._audits is not None:
                 counted = session.records(-1, self._fed)
                 self._audits.rolled_back(name, session.position, counted[-1].index if counted else -1)
-        self._rollbacks = {}
 
     async def _recover(self, stuck: bool) -> None:
+        holders = list(self.ring.addresses)
         try:
             report = await self._recovered(stuck)
         finally:
             self._recovery = None
         await self._crew.healed(report)
+        for one in report.outvoted:
+            await self._differs(mismatch_of(one, holders[one.stage], self._crew.known))
 
     async def _recovered(self, stuck: bool) -> RecoveryReport:
         async with self._order:
@@ -521,7 +524,8 @@ class Coordinator:
                 waiting.cancel()
             await asyncio.gather(*self._waiting.values(), return_exceptions=True)
             self._waiting.clear()
-            self._roll_back()
+            self._take_back(self._rollbacks)
+            self._rollbacks = {}
             evicted, holders = dict(self._evicted), list(self.ring.addresses)
             flying = {index: s for s in self._sessions.values() for index in s.in_flight}
             # Sessions may be given up meanwhile.
@@ -551,8 +555,10 @@ class Coordinator:
                     timeout_s=self.timeout,
                 )
             except GenerationInterrupted as error:
-                self._epoch = max(self._epoch, vars(error)["report"].epoch)
-                self._dismiss(vars(error)["report"].losses, holders)
+                report = vars(error)["report"]
+                self._epoch = max(self._epoch, report.epoch)
+                self._dismiss(report.losses, holders)
+                self._take_back(report.rolled_back)
                 if isinstance(error, NoSpareError):
                     self._blame.explain(error, flying)
                 raise
@@ -563,6 +569,7 @@ class Coordinator:
             self._distrusted = set(report.resent)
             self._dismiss(report.losses, holders)
             self.ring.shunned -= self._blame.spread(report, holders, flying)
+            self._take_back(report.rolled_back)
             for name in report.inexact & self._sessions.keys():
                 self._sessions[name].exact = False
             self.recoveries.append(report)

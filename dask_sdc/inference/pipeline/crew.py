@@ -91,15 +91,21 @@ class Crew:
         # Where each worker has the stages that it was asked to have ready.
         self._prepared: dict[str, dict[int, str]] = {}
         self._tending = False
+        # Where the workers were that were ever candidates.
+        self._known: dict[str, Located] = {}
         self.ring: Ring | None = None
 
     async def candidates(self) -> list[Candidate]:
         """Return the workers that may take a stage; whoever waits for them has a deadline."""
-        return await self._there.found(self._shunned, self._patience)
+        return self._noted(await self._there.found(self._shunned, self._patience))
 
     async def measured(self) -> list[Candidate]:
         """Return those that answer, after a measurement of newcomers."""
-        return await self._there.measured(self._shunned)
+        return self._noted(await self._there.measured(self._shunned))
+
+    def _noted(self, candidates: list[Candidate]) -> list[Candidate]:
+        self._known |= {one.address: self.locate(one.address) for one in candidates}
+        return candidates
 
     @property
     def _shunned(self) -> Collection[str]:
@@ -114,6 +120,10 @@ class Crew:
     def locate(self, address: str) -> Located:
         """Return domain and environment of a worker; empty texts for one that has left."""
         return Located(self._session.locate(address) or "", self._session.fingerprint(address) or "")
+
+    def known(self, address: str) -> Located:
+        """Return domain and environment of a worker that was a candidate, also if it has left since."""
+        return self._known[address]
 
     def _taken(self) -> dict[str, str]:
         ring = self.ring
@@ -240,7 +250,9 @@ class Crew:
         """Note who was placed and refused, and restore the number of spares in the background."""
         assert self.ring is not None
         self.ring.shunned.update(report.refused)
-        for stage, address in report.placed.items():
+        right = {one.other: one.stage for one in report.outvoted}
+        self.ring.shunned -= right.keys()
+        for address, stage in [*right.items(), *((address, k) for k, address in report.placed.items())]:
             self._prepared.get(address, {}).pop(stage, None)
         for address in [address for address in self._prepared if self.gone(address)]:
             del self._prepared[address]

@@ -1,15 +1,51 @@
-"""What the audits of a pipeline leave behind: a receipt of every mismatch."""
+"""What mismatches leave behind: a receipt of each, whether an audit or a recovery came upon it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from dask_sdc.evidence.receipts import SDCAuditReceipt
 from dask_sdc.inference.journal import ChunkRecord
-from dask_sdc.inference.pipeline.audits import Mismatch
-from dask_sdc.inference.shadow import ShadowAction
+from dask_sdc.inference.ops import Outvoted
+from dask_sdc.inference.pipeline.audits import Located, Mismatch, envelope_of
+from dask_sdc.inference.session import SessionState
+from dask_sdc.inference.shadow import ShadowAction, judge_shadow, voice
 from dask_sdc.policy.receipts import receipt_of_voices
 from dask_sdc.policy.verdict import Voice
 
-__all__ = ["receipt_of"]
+__all__ = ["mismatch_of", "receipt_of"]
+
+
+def mismatch_of(outvoted: Outvoted, former: str, known: Callable[[str], Located]) -> Mismatch:
+    """Return what a recovery found to be wrong in the terms of an audit.
+
+    Parameters
+    ----------
+    outvoted : Outvoted
+        The output. The spare that made it twice stands for the auditor, the other one for the witness.
+    former : str
+        Address of who held the stage when it was put on record, which cannot be asked again.
+    known : callable
+        Returns where a worker is, or was.
+    """
+    workers = {"primary": former, "audit": outvoted.holder, "witness": outvoted.other}
+    heard = {"primary": outvoted.recorded, "audit": outvoted.made, "witness": outvoted.made}
+    where = {role: known(address) for role, address in workers.items()}
+    voices = {
+        role: voice(role, where[role].domain, [said], fingerprint=where[role].fingerprint)
+        for role, said in heard.items()
+    }
+    voices["rerun_primary"] = voice("rerun_primary", where["primary"].domain, None)
+    voices["rerun_audit"] = replace(voices["audit"], role="rerun_audit")
+    finding = judge_shadow(
+        SessionState(outvoted.session),
+        outvoted.stage,
+        *voices.values(),
+        clean=outvoted.recorded.position,
+        envelope=envelope_of([place.fingerprint for place in where.values()]),
+    )
+    return Mismatch(finding, outvoted.recorded.position, voices, workers)
 
 
 def receipt_of(mismatch: Mismatch, status: str) -> SDCAuditReceipt:

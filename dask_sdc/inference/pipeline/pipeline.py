@@ -348,6 +348,8 @@ class Pipeline(StagedPipeline):
                 fresh = session.fresh[:count]
                 if streamed:
                     _check_given(session, given, fresh)
+                    if len(fresh) < len(given):
+                        continue  # what was taken back after it was handed out is compared as it comes again
                 kept = len(given) if given == fresh[: len(given)] else _alike(given, fresh)
                 yield News(kept, fresh[kept:])
                 given = fresh
@@ -477,7 +479,7 @@ def _check_given(session: TokenSession, given: Sequence[int], fresh: Sequence[in
     for k, (old, new) in enumerate(zip(given, fresh, strict=False)):
         if old != new:
             raise GenerationInterrupted(
-                f"session {session.name}: an audit found that token {k} was wrong when it was handed out: "
+                f"session {session.name}: token {k} was found to be wrong after it was handed out: "
                 f"expected {new}, got {old}",
                 session=session.name,
                 committed=session.committed,
