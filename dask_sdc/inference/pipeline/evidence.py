@@ -12,7 +12,7 @@ from dask_sdc.inference.pipeline.audits import Located, Mismatch, envelope_of
 from dask_sdc.inference.session import SessionState
 from dask_sdc.inference.shadow import ShadowAction, judge_shadow, voice
 from dask_sdc.policy.receipts import receipt_of_voices
-from dask_sdc.policy.verdict import Voice
+from dask_sdc.policy.verdict import ENVIRONMENT_DIFFERENCE, Decision, Outcome, Voice
 
 __all__ = ["mismatch_of", "receipt_of"]
 
@@ -38,14 +38,14 @@ def mismatch_of(outvoted: Outvoted, former: str, known: Callable[[str], Located]
     }
     voices["rerun_primary"] = voice("rerun_primary", where["primary"].domain, None)
     voices["rerun_audit"] = replace(voices["audit"], role="rerun_audit")
-    finding = judge_shadow(
-        SessionState(outvoted.session),
-        outvoted.stage,
-        *voices.values(),
-        clean=outvoted.recorded.position,
-        envelope=envelope_of([place.fingerprint for place in where.values()]),
-    )
-    return Mismatch(finding, outvoted.recorded.position, voices, workers)
+    envelope = envelope_of([place.fingerprint for place in where.values()])
+    session, stage, position = SessionState(outvoted.session), outvoted.stage, outvoted.recorded.position
+    finding = judge_shadow(session, stage, *voices.values(), clean=position, envelope=envelope)
+    if envelope is not None and not (outvoted.recorded.sketch and outvoted.made.sketch):
+        # Only a sketch tells an error from the rounding of another machine.
+        other = Decision(Outcome.ENVIRONMENT, reason=ENVIRONMENT_DIFFERENCE)
+        finding = replace(finding, action=ShadowAction.NOTHING, decision=other, position=-1)
+    return Mismatch(finding, position, voices, workers)
 
 
 def receipt_of(mismatch: Mismatch, status: str) -> SDCAuditReceipt:

@@ -7,14 +7,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from distributed import Client, Scheduler, Worker
 from distributed.utils_test import gen_cluster
 
 from dask_sdc.exceptions import GenerationInterrupted, ReplayMismatch
 from dask_sdc.faults.stages import StageFault, arm_stage_fault
+from dask_sdc.inference.journal import ChunkRecord, boundary_digest, boundary_sketch
+from dask_sdc.inference.ops import Outvoted
 from dask_sdc.inference.pipeline import Pipeline
+from dask_sdc.inference.pipeline.audits import Located
+from dask_sdc.inference.pipeline.evidence import mismatch_of, receipt_of
 from dask_sdc.inference.weights.store import WeightStore
+from dask_sdc.policy.verdict import Outcome
 from tests.inference.pipeline.models import PROMPT, generated
 
 COUNT, WRONG, LOST = 20, 5, 14
@@ -130,3 +136,40 @@ def test_one_spare_alone_outvotes_nobody(store: WeightStore) -> None:
             assert not pipeline.quarantined and not pipeline.receipts
 
     in_cluster(body, workers=4)
+
+
+@pytest.mark.parametrize(
+    ("fingerprints", "sketched", "outcome"),
+    [
+        ("aaa", False, Outcome.SUSPECT),
+        ("abb", False, Outcome.ENVIRONMENT),
+        ("abb", True, Outcome.SUSPECT),
+    ],
+)
+def test_rounding_of_another_environment_accuses_nobody(
+    fingerprints: str, sketched: bool, outcome: Outcome
+) -> None:
+    arrays = [np.ones((1, 2, 8), "f4"), np.full((1, 2, 8), 2, "f4")]
+    recorded, made = (
+        ChunkRecord(3, 4, 2, 2, boundary_digest(array), (), boundary_sketch(array) if sketched else b"")
+        for array in arrays
+    )
+    where = {name: Located(name, fingerprint) for name, fingerprint in zip("xyz", fingerprints, strict=True)}
+    mismatch = mismatch_of(Outvoted(1, "s", recorded, made, "y", "z"), "x", where.__getitem__)
+    decision = mismatch.finding.decision
+    assert decision.outcome is outcome
+    assert decision.suspects == (("x",) if outcome is Outcome.SUSPECT else ())
+    receipt = receipt_of(mismatch, "not_requested")
+    assert (receipt.primary_worker, receipt.audit_worker, receipt.witness_worker) == ("x", "y", "z")
+
+
+def test_equal_results_within_rounding_are_no_mismatch() -> None:
+    array = np.random.default_rng(0).normal(size=(1, 2, 8)).astype("f4")
+    recorded, made = (
+        ChunkRecord(3, 4, 2, 2, boundary_digest(made), (), boundary_sketch(made))
+        for made in (array, array * np.float32(1 + 1e-6))
+    )
+    assert recorded.digest != made.digest
+    where = {"x": Located("x", "a"), "y": Located("y", "b"), "z": Located("z", "b")}
+    mismatch = mismatch_of(Outvoted(1, "s", recorded, made, "y", "z"), "x", where.__getitem__)
+    assert mismatch.finding.decision.outcome is Outcome.AGREE
