@@ -308,7 +308,7 @@ class Coordinator:
             deadline = self._deadline(chunk.width)
             self._largest = max(self._largest, chunk.array.nbytes)
             self._waiting[index] = asyncio.ensure_future(self._answer(index, chunk, deadline))
-            sending = asyncio.ensure_future(asyncio.wait_for(self._sent(chunk), deadline))
+            sending = asyncio.ensure_future(self._sent(chunk, deadline))
             try:
                 await self._or_alarm(sending)
             except asyncio.CancelledError:
@@ -337,10 +337,11 @@ class Coordinator:
         """
         return min(self.timeout / 3, max(0.5, self.timeout / 10) + self._largest / _INTAKE)
 
-    async def _sent(self, chunk: Chunk) -> None:
+    async def _sent(self, chunk: Chunk, deadline: float) -> None:
         """Send a chunk to the head, after the tail knows where to send what comes of it."""
-        await self._tail.open(self.ring.addresses[-1])
-        await self._head.send(self.ring.addresses[0], self._epoch, chunk)
+        async with asyncio.timeout(deadline):
+            await self._tail.open(self.ring.addresses[-1])
+            await self._head.send(self.ring.addresses[0], self._epoch, chunk)
 
     async def _answer(self, index: int, chunk: Chunk, deadline: float) -> Returned:
         """Wait for what the tail makes of a chunk, by its number, until the deadline."""

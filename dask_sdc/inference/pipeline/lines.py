@@ -129,7 +129,8 @@ class Line(_Lasting):
             self._counted.clear()
             await self._counted.wait()
         self._under_way += 1
-        await connection.write({"epoch": epoch, "chunk": pack_chunk(chunk)})
+        packed = pack_chunk(chunk)
+        await connection.write({"epoch": epoch, "chunk": packed}, small=isinstance(packed["array"], list))
 
     def heard(self, message: int) -> None:
         """Note how many chunks were taken."""

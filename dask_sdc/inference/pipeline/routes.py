@@ -12,13 +12,22 @@ from distributed.comm.core import Comm
 from distributed.core import ConnectionPool, send_recv
 from distributed.protocol.serialize import to_serialize
 
-__all__ = ["RELAYS", "Connection", "Routes", "packed", "piped"]
+__all__ = ["RELAYS", "Connection", "Routes", "packed", "piped", "written"]
 
 #: Workers at most that are asked to pass messages on before another counts as not reachable.
 RELAYS = 4
 
 #: Seconds after which one worker that dials another gives up.
 DIAL = 2.0
+
+
+async def written(comm: Comm, message: Any, small: bool) -> None:
+    """Send a message over a comm, which takes the size of all that may be large enough for a thread.
+
+    That takes longer than to send a small one.
+    """
+    comm.allow_offload = not small
+    await comm.write(message)
 
 
 class Connection:
@@ -46,9 +55,9 @@ class Connection:
         """Return the next message."""
         return await self._comm.read()
 
-    async def write(self, message: Any) -> None:
-        """Send a message."""
-        await self._comm.write(message)
+    async def write(self, message: Any, small: bool = False) -> None:
+        """Send a message; the size of one that is said to be small is not looked at."""
+        await written(self._comm, message, small)
 
     def close(self) -> None:
         """Hang up at once."""

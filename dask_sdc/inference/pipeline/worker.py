@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -28,7 +29,7 @@ from dask_sdc.inference.model.kernels import set_threads, threads
 from dask_sdc.inference.pace import decoding_pace
 from dask_sdc.inference.pipeline.copies import Copies
 from dask_sdc.inference.pipeline.lines import Line, pack_chunk, received, unpack_chunk
-from dask_sdc.inference.pipeline.routes import Routes, packed, piped
+from dask_sdc.inference.pipeline.routes import Routes, packed, piped, written
 from dask_sdc.inference.pipeline.shadows import Shadows
 from dask_sdc.inference.receipts import boundary_chain
 from dask_sdc.inference.session import EpochFence, StageReport
@@ -117,14 +118,19 @@ class Seat:
         self._next: str | None = None
         self.relays: tuple[str, ...] = ()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"sdc-stage-{host.number}")
-        self._inbox: asyncio.Queue[tuple[int, Chunk]] = asyncio.Queue(_WAITING)
-        self._outbox: asyncio.Queue[tuple[int, Output]] = asyncio.Queue(_WAITING)
+        self._loop = asyncio.get_running_loop()
+        # Chunks that wait for the thread, and whether it works on one. Callbacks and no tasks hand them over,
+        # as every token waits for each turn of the loop in between.
+        self._inbox: deque[tuple[int, Chunk]] = deque()
+        self._busy = False
+        self._room = asyncio.Semaphore(_WAITING)
+        self._outbox: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
         self._line = Line(routes, pipeline)
         # Where chunks come from, and whom the tail tells what it makes of them.
         self._sources: set[Comm] = set()
         self._hearer: Comm | None = None
         self._sending: asyncio.Future[bool] | None = None
-        self._tasks = [asyncio.ensure_future(self._work()), asyncio.ensure_future(self._send_on())]
+        self._sender = asyncio.ensure_future(self._send_on())
 
     # -- chunks ----------------------------------------------------------------------------------
 
@@ -142,7 +148,9 @@ class Seat:
         if chunk.index == self.received + 1:
             self.received += 1  # and stays behind a chunk that never came, whatever comes after it
         if epoch == self.fence.epoch:
-            await self._inbox.put((epoch, chunk))
+            await self._room.acquire()
+            self._inbox.append((epoch, chunk))
+            self._begin()
 
     async def tell_to(self, comm: Comm) -> None:
         """Send the tail's outputs to a connection, until it is closed."""
@@ -155,23 +163,37 @@ class Seat:
             if self._hearer is comm:
                 self._hearer = None
 
-    async def _work(self) -> None:
-        while True:
-            epoch, chunk = await self._inbox.get()
-            if epoch != self.fence.epoch or self.detail:
-                continue
-            try:
-                output = await self.run(self.host.step, chunk)
-            except Exception as error:
-                if epoch == self.fence.epoch:
-                    self._failed(f"chunk {chunk.index}: {type(error).__name__}: {error}")
-                continue
-            if epoch == self.fence.epoch:
-                await self._outbox.put((epoch, output))
+    def _begin(self) -> None:
+        """Have the thread compute the next chunk, if there is one and not too much is to be sent on."""
+        while self._inbox and not self._busy and self._outbox.qsize() < _WAITING:
+            epoch, chunk = self._inbox.popleft()
+            self._room.release()
+            if epoch == self.fence.epoch and not self.detail:
+                self._busy = True
+                self._pool.submit(self._step, epoch, chunk)
+
+    def _step(self, epoch: int, chunk: Chunk) -> None:
+        """Compute a chunk, in the thread."""
+        made: Output | Exception
+        try:
+            made = self.host.step(chunk)
+        except Exception as error:
+            made = error
+        self._loop.call_soon_threadsafe(self._made, epoch, chunk.index, made)
+
+    def _made(self, epoch: int, chunk: int, made: Output | Exception) -> None:
+        self._busy = False
+        if epoch == self.fence.epoch:
+            if isinstance(made, Exception):
+                self._failed(f"chunk {chunk}: {type(made).__name__}: {made}")
+            else:
+                self._outbox.put_nowait((epoch, made))
+        self._begin()
 
     async def _send_on(self) -> None:
         while True:
             epoch, output = await self._outbox.get()
+            self._begin()
             if epoch != self.fence.epoch or self.detail:
                 continue
             if self.host.tail:
@@ -187,7 +209,7 @@ class Seat:
         if self._hearer is not None:
             # Whoever hung up does not wait for it any more.
             with contextlib.suppress(OSError):
-                await self._hearer.write(answer)
+                await written(self._hearer, answer, small=array is None)
 
     async def _sent_in_time(self, epoch: int, output: Output) -> bool:
         """Send an output, no longer than until the epoch ends: the next stage may be frozen."""
@@ -233,9 +255,14 @@ class Seat:
         self.fence.rise(epoch)
         if self._sending is not None:
             self._sending.cancel()
-        for queue in (self._inbox, self._outbox):
-            while not queue.empty():
-                queue.get_nowait()
+        while not self._outbox.empty():
+            self._outbox.get_nowait()
+        self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()
+            self._room.release()
 
     def report(self) -> StageReport:
         """Say how far the stage got."""
@@ -255,14 +282,13 @@ class Seat:
 
     async def close(self) -> None:
         """Stop, and forget every session."""
-        for task in self._tasks:
-            task.cancel()
+        self.detail = "it was closed"  # nothing is begun any more
+        self._sender.cancel()
         self._line.close()
         for comm in (*self._sources, *([self._hearer] if self._hearer else [])):
             comm.abort()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        while not self._inbox.empty():  # so that nobody waits for room
-            self._inbox.get_nowait()
+        await asyncio.gather(self._sender, return_exceptions=True)
+        self._drop_waiting()  # so that nobody waits for room
         await asyncio.get_running_loop().run_in_executor(None, self._pool.shutdown)
         self.host.close_all()
 
