@@ -39,6 +39,8 @@ def token_ids(ids: Any, name: str = "ids") -> tuple[int, ...]:
         found = tuple(ids.tolist() if hasattr(ids, "tolist") else ids)
     except TypeError:
         found = (None,)
+    if isinstance(ids, bytes | bytearray):  # a text that was not decoded
+        found = (None,)
     found = tuple(item.item() if hasattr(item, "item") else item for item in found)
     if any(type(item) is not int for item in found):
         raise InputTypeError(f"{name}: expected a sequence of int, got {bounded_repr(ids, 80)}")

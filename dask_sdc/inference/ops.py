@@ -185,11 +185,12 @@ class RecoveryReport:
     placed: dict[int, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     resent: tuple[int, ...] = ()
-    replays: tuple[Replay, ...] = ()
+    # Left out of the repr, which would be screens in a notebook.
+    replays: tuple[Replay, ...] = field(default=(), repr=False)
     abandoned: dict[str, GenerationInterrupted] = field(default_factory=dict)
     outvoted: tuple[Outvoted, ...] = ()
     rolled_back: dict[str, int] = field(default_factory=dict)
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Step, ...] = field(default=(), repr=False)
 
     @property
     def inexact(self) -> frozenset[str]:

@@ -50,7 +50,7 @@ class LossKind(StrEnum):
     FROZEN = "frozen"  # received a chunk and never sent it on
     UNRETURNED = "unreturned"  # the tail sent an answer that never arrived
     EVICTED = "evicted"  # computed wrongly
-    FAILED = "failed"  # raised, or lost what it held
+    FAILED = "failed"  # raised, said that it cannot go on, or lost what it held
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _stuck(reports: Sequence[StageReport], fed: int | None, returned: int | None
         return []
     if told := [report for report in reports if report.detail]:
         # The chunks of others may just be on their way.
-        return [Loss(report.stage, LossKind.FROZEN, report.forwarded + 1, report.detail) for report in told]
+        return [Loss(report.stage, LossKind.FAILED, report.forwarded + 1, report.detail) for report in told]
     holder = next((report for report in reports if report.forwarded < chunk), None)
     if holder is None:
         return [Loss(reports[-1].stage, LossKind.UNRETURNED, chunk)]

@@ -166,13 +166,13 @@ def test_without_the_coordinators_numbers_the_ends_are_taken() -> None:
 
 def test_who_says_what_it_could_not_do_is_named_and_not_who_has_an_older_chunk() -> None:
     reports = [
-        StageReport(0, True, 2, 1, detail="failed at chunk 2"),
+        StageReport(0, True, 2, 1, detail="ValueError: no"),
         StageReport(1, True, 1, 0),  # still computes chunk 1
         StageReport(2, True, 0, 0),
     ]
     failure = locate_failure(reports, fed=2, returned=-1)  # the answer to chunk 0 is on its way
     assert failure is not None
-    assert str(failure) == "stage 0 frozen at chunk 2: failed at chunk 2"
+    assert str(failure) == "stage 0 failed at chunk 2: ValueError: no"
     assert locate_failure(reports, fed=0, returned=0) is None  # nothing is outstanding that anybody waits for
 
 

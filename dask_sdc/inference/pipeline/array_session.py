@@ -39,7 +39,12 @@ def checked_chunk(name: str, chunk: Any, like: Array | None = None) -> Array:
     InputError
         If it has no position, or another batch, shape or dtype than ``like``.
     """
-    array = np.asarray(chunk)
+    try:
+        array = np.asarray(chunk)
+    except ValueError as error:  # rows of different lengths
+        raise InputTypeError(
+            f"{name}: expected an array of numbers, got {type(chunk).__name__}: {error}"
+        ) from error
     masked = isinstance(chunk, np.ma.MaskedArray)
     if masked or array.dtype.kind not in "biufc" or array.dtype.char in "gG":
         raise InputTypeError(

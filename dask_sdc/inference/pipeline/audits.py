@@ -30,7 +30,7 @@ from dask_sdc.inference.shadow import (
     judge_shadow,
     voice,
 )
-from dask_sdc.policy.verdict import Outcome, Voice
+from dask_sdc.policy.verdict import RERUN_DIFFERS, Outcome, Voice
 
 __all__ = ["Located", "Mismatch", "StageAudits", "Surroundings", "envelope_of"]
 
@@ -478,6 +478,8 @@ class StageAudits:
             await self._roll_back(finding, mismatch.position)
         elif trusted is None:
             why = f"stage {finding.stage} at chunk {finding.chunk}: {decision.reason}"
+            if decision.reason == RERUN_DIFFERS:
+                why += " (does the stage give the same when it is fed the same?)"
             self._fail(session.name, f"an audit differs, and nobody can say who is right: {why}")
             self._due.pop(key, None)
         else:

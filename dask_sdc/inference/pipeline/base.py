@@ -106,6 +106,10 @@ class StagedPipeline(ABC):
     def _named(self, name: str | None) -> str:
         return pipeline_name(name)
 
+    def __repr__(self) -> str:
+        stages = len(self._ring.addresses) if self._coordinator is not None else "not started"
+        return f"<{type(self).__name__} {self.name}: {'closed' if self._closed else f'stages: {stages}'}>"
+
     # -- starting --------------------------------------------------------------------------------
 
     async def _start(self) -> None:

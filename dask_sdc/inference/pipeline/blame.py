@@ -51,7 +51,7 @@ class Blame:
         innocent: set[str] = set()
         lost = {loss.stage: loss for loss in report.losses}
         for loss in lost.values():
-            if loss.kind is LossKind.FROZEN and loss.detail and loss.chunk in flying:
+            if loss.kind is LossKind.FAILED and loss.chunk in flying:
                 innocent |= self._charge(flying[loss.chunk], loss, holders[loss.stage], report, 2)
             elif loss.kind in (LossKind.FROZEN, LossKind.UNREACHABLE):
                 # All that were on their way may have been the end of it.
@@ -82,7 +82,7 @@ class Blame:
         """Say so where a stage only took too long, on the last spare as well."""
         for loss in reversed(vars(error)["report"].losses):
             session = flying.get(loss.chunk)
-            slow = loss.kind is LossKind.FROZEN and not loss.detail
+            slow = loss.kind is LossKind.FROZEN
             if session is None or loss.stage != error.stage or not slow:
                 continue
             before = self._failures.get((loss.stage, session.name, session.begin_of(loss.chunk)), [])

@@ -349,7 +349,8 @@ class Coordinator:
         began, ahead, width = loop.time(), len(self._waiting), chunk.width
         self._arrivals[index] = arrival = loop.create_future()
         try:
-            answer: Returned = await asyncio.wait_for(arrival, deadline)
+            async with asyncio.timeout(deadline):
+                answer: Returned = await arrival
         except TimeoutError:
             raise _Broken(f"no answer to chunk {index} within {deadline:.1f} s") from None
         except OSError as error:
@@ -580,7 +581,7 @@ class Coordinator:
     def _dismiss(self, losses: Sequence[Loss], holders: Sequence[str]) -> None:
         """Have those workers removed that said that they lost their device."""
         for loss in losses:
-            if loss.kind is LossKind.FROZEN and DeviceLost.__name__ in loss.detail:
+            if loss.kind is LossKind.FAILED and DeviceLost.__name__ in loss.detail:
                 self._crew.give_up(holders[loss.stage], loss.detail)
 
     # -- what audits ask -------------------------------------------------------------------------

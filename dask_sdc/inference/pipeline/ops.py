@@ -176,7 +176,7 @@ class ClusterOps(RecoveryOps):
         deadline = clock() + self._patience
         while True:
             reports = [
-                StageReport(stage, False, detail=f"{type(answer).__name__}: {answer}")
+                StageReport(stage, False, detail=self._why(answer))
                 if isinstance(answer, BaseException)
                 else StageReport(**answer)
                 for stage, answer in enumerate(await self._ask_all("report"))
@@ -184,6 +184,11 @@ class ClusterOps(RecoveryOps):
             if not _on_its_way(reports, self._settled()) or clock() > deadline:
                 return reports
             await asyncio.sleep(_AGAIN)
+
+    def _why(self, error: BaseException) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._patience:.2g} s"
+        return f"{type(error).__name__}: {error}"
 
     async def choose_spare(self, stage: int, refused: Collection[str]) -> str | None:
         """Return a worker that can take a stage."""

@@ -99,7 +99,7 @@ class Pipeline(StagedPipeline):
         Share of the chunks that a spare, or the worker of another stage, computes once more, of every
         failure domain. Tokens are handed out once the audits that were drawn up to them agree.
     ledger : str or path, optional
-        File to which receipts, recoveries and runs are appended.
+        File to which receipts and runs are appended, these with what was healed.
     name : str, optional
         What the pipeline's name on the cluster begins with; a random part makes it one that no other has.
 

@@ -124,13 +124,12 @@ class Seat:
         self._inbox: deque[tuple[int, Chunk]] = deque()
         self._busy = False
         self._room = asyncio.Semaphore(_WAITING)
-        self._outbox: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
+        self._outbox: deque[tuple[int, Output]] = deque()
+        self._sending: asyncio.Future[bool] | None = None
         self._line = Line(routes, pipeline)
         # Where chunks come from, and whom the tail tells what it makes of them.
         self._sources: set[Comm] = set()
         self._hearer: Comm | None = None
-        self._sending: asyncio.Future[bool] | None = None
-        self._sender = asyncio.ensure_future(self._send_on())
 
     # -- chunks ----------------------------------------------------------------------------------
 
@@ -165,7 +164,7 @@ class Seat:
 
     def _begin(self) -> None:
         """Have the thread compute the next chunk, if there is one and not too much is to be sent on."""
-        while self._inbox and not self._busy and self._outbox.qsize() < _WAITING:
+        while self._inbox and not self._busy and len(self._outbox) < _WAITING:
             epoch, chunk = self._inbox.popleft()
             self._room.release()
             if epoch == self.fence.epoch and not self.detail:
@@ -179,48 +178,46 @@ class Seat:
             made = self.host.step(chunk)
         except Exception as error:
             made = error
-        self._loop.call_soon_threadsafe(self._made, epoch, chunk.index, made)
+        self._loop.call_soon_threadsafe(self._made, epoch, made)
 
-    def _made(self, epoch: int, chunk: int, made: Output | Exception) -> None:
+    def _made(self, epoch: int, made: Output | Exception) -> None:
         self._busy = False
         if epoch == self.fence.epoch:
             if isinstance(made, Exception):
-                self._failed(f"chunk {chunk}: {type(made).__name__}: {made}")
+                self._failed(made)
             else:
-                self._outbox.put_nowait((epoch, made))
+                self._outbox.append((epoch, made))
+                self._forward()
         self._begin()
 
-    async def _send_on(self) -> None:
-        while True:
-            epoch, output = await self._outbox.get()
-            self._begin()
-            if epoch != self.fence.epoch or self.detail:
-                continue
-            if self.host.tail:
-                await self._told(epoch, output)
-            elif not await self._sent_in_time(epoch, output):
-                continue
-            if epoch == self.fence.epoch and output.record.index == self.forwarded + 1:
-                self.forwarded += 1
+    def _forward(self) -> None:
+        """Send the next output on, unless one is being sent."""
+        while self._outbox and self._sending is None:
+            epoch, output = self._outbox.popleft()
+            if epoch == self.fence.epoch and not self.detail:
+                send = self._told if self.host.tail else self._sent
+                self._sending = asyncio.ensure_future(send(epoch, output))
+                self._sending.add_done_callback(partial(self._forwarded, epoch, output.record.index))
 
-    async def _told(self, epoch: int, output: Output) -> None:
+    def _forwarded(self, epoch: int, index: int, sending: asyncio.Future[bool]) -> None:
+        self._sending = None
+        if not sending.cancelled():
+            if (error := sending.exception()) is not None:
+                if epoch == self.fence.epoch:
+                    self._failed(error)
+            elif sending.result() and index == self.forwarded + 1:
+                self.forwarded += 1
+        self._forward()
+        self._begin()
+
+    async def _told(self, epoch: int, output: Output) -> bool:
         array = None if output.array is None else to_serialize(output.array)
         answer = {"epoch": epoch, "record": pack_record(output.record), "array": array}
         if self._hearer is not None:
             # Whoever hung up does not wait for it any more.
             with contextlib.suppress(OSError):
                 await written(self._hearer, answer, small=array is None)
-
-    async def _sent_in_time(self, epoch: int, output: Output) -> bool:
-        """Send an output, no longer than until the epoch ends: the next stage may be frozen."""
-        self._sending = asyncio.ensure_future(self._sent(epoch, output))
-        try:
-            return await self._sending
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            return False
+        return True
 
     async def _sent(self, epoch: int, output: Output) -> bool:
         assert self._next is not None
@@ -236,9 +233,9 @@ class Seat:
         """Send a chunk to a worker; where messages are dropped and bent."""
         await self._line.send(address, epoch, chunk)
 
-    def _failed(self, why: str) -> None:
+    def _failed(self, error: BaseException) -> None:
         # A state that was half updated must not be used: the stage rests until it is replaced or reset.
-        self.detail = f"failed at {why}"
+        self.detail = f"{type(error).__name__}: {error}"
         self._tell(self.detail)
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
@@ -253,10 +250,9 @@ class Seat:
         What is being computed is dropped when it is done; whatever is asked of the host next waits for that.
         """
         self.fence.rise(epoch)
+        self._outbox.clear()
         if self._sending is not None:
-            self._sending.cancel()
-        while not self._outbox.empty():
-            self._outbox.get_nowait()
+            self._sending.cancel()  # the next stage may be frozen
         self._drop_waiting()
 
     def _drop_waiting(self) -> None:
@@ -283,11 +279,14 @@ class Seat:
     async def close(self) -> None:
         """Stop, and forget every session."""
         self.detail = "it was closed"  # nothing is begun any more
-        self._sender.cancel()
+        sending = self._sending
+        if sending is not None:
+            sending.cancel()
         self._line.close()
         for comm in (*self._sources, *([self._hearer] if self._hearer else [])):
             comm.abort()
-        await asyncio.gather(self._sender, return_exceptions=True)
+        if sending is not None:
+            await asyncio.gather(sending, return_exceptions=True)
         self._drop_waiting()  # so that nobody waits for room
         await asyncio.get_running_loop().run_in_executor(None, self._pool.shutdown)
         self.host.close_all()

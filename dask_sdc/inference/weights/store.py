@@ -451,7 +451,10 @@ def _attributes(root: StorePath) -> dict[str, Any]:
         sync(StorePath.open(root.store, root.path))
         return dict(zarr.Group.open(root, zarr_format=3).attrs)
     except (FileNotFoundError, ContainsArrayError) as error:
-        raise InputError(f"expected a weight store in {root}, got nothing or something else") from error
+        raise InputError(
+            f"expected a weight store in {root}, got nothing or something else; `dask sdc weights convert` "
+            "makes one of a Hugging Face folder or a GGUF file"
+        ) from error
     except OSError:
         raise
     except Exception as error:

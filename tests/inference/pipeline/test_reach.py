@@ -98,7 +98,7 @@ def test_stages_that_cannot_dial_each_other_are_relayed_and_healed(store: Weight
             await arm_stage_fault(pipeline, StageFault("raise", 1, 8))
             assert (await pipeline.generate(PROMPT, 16)).ids == expected
             [report] = pipeline.recoveries
-            assert [(loss.stage, loss.kind) for loss in report.losses] == [(1, LossKind.FROZEN)]
+            assert [(loss.stage, loss.kind) for loss in report.losses] == [(1, LossKind.FAILED)]
             assert "replay" in passed
 
     in_cluster(body)
