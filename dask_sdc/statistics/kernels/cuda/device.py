@@ -24,6 +24,7 @@ __all__ = [
     "Device",
     "cupy_device",
     "cupy_version",
+    "free_memory",
     "is_cupy",
     "pointer",
     "release_unused",
@@ -148,6 +149,19 @@ def release_unused() -> None:
     if cupy is not None:
         gc.collect()
         cupy.get_default_memory_pool().free_all_blocks()
+
+
+def free_memory() -> int:
+    """Return the bytes that this process can still have on its device, within the limit of CuPy's pool.
+
+    What another allocator has taken in advance, as pools of RMM do, does not count as free.
+    """
+    xp = cupy_device().xp
+    release_unused()
+    free, _ = xp.cuda.runtime.memGetInfo()
+    pool = xp.get_default_memory_pool()
+    limit = pool.get_limit()
+    return int(max(min(free, limit - pool.used_bytes()) if limit else free, 0))
 
 
 class _Cupy:
