@@ -17,8 +17,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dask_sdc.inference.model.cache import LayerCache
+from dask_sdc.inference.model.kernels.cuda import CapturedKernels, CudaKernels
 from dask_sdc.inference.model.kernels.cuda.attention import attend_chunk, attend_rows
+from dask_sdc.inference.model.kernels.cuda.products import multiply
 from dask_sdc.inference.model.kernels.cuda.rows import activate, normalise
+from dask_sdc.inference.model.kernels.layout import LINEAR, SWIGLU, Block, Geometry, Linear, Norm
 from dask_sdc.statistics import mixture_model
 from dask_sdc.statistics.gaussian import components_of
 from dask_sdc.statistics.kernels.cuda import Device
@@ -63,6 +66,8 @@ def cases(device: Device, size: int) -> Iterator[Case]:
     yield from _mixtures(device, size)
     yield from _rows(device, size)
     yield from _attention(device, size)
+    yield from _products(device, size)
+    yield from _steps(device, size)
 
 
 def samples(device: Device, size: int, features: int, dtype: str = "float32") -> Array:
@@ -243,6 +248,58 @@ def _attention(device: Device, size: int) -> Iterator[Case]:
         lambda: attend_chunk(device, q, layer, steps, length - steps, 0),
         lambda: _plain_chunk(device, q, layer),
     )
+
+
+def _products(device: Device, size: int) -> Iterator[Case]:
+    """Of one row and of eight, against cuBLAS with weights that are float32 already."""
+    xp, width = device.xp, max(min(4096, int((size // 4) ** 0.5) // 64 * 64), 64)
+    weight = samples(device, 4 * width * width, width)[:width]
+    for rows in (1, 8):
+        x = samples(device, 4 * rows * width, width)[:rows]
+
+        def kernel(x: Array = x) -> Any:
+            return multiply(device, x, weight)
+
+        def plain(x: Array = x) -> Any:
+            return xp.matmul(x, weight.T)
+
+        yield Case(f"product {rows} of {width}", "products", weight.nbytes, kernel, plain)
+
+
+def _steps(device: Device, size: int) -> Iterator[Case]:
+    """One token through layers of bfloat16: captured, against launch by launch."""
+    xp, layers, width = device.xp, 4, 64
+    hidden = max(min(4096, int((size / (17 * layers)) ** 0.5) // 64 * 64), 64)
+    heads = hidden // width
+    kv_heads, length = max(heads // 4, 1), min(1000, max(size >> 12, 4))
+    blocks = [_block(device, i, hidden, (heads + 2 * kv_heads) * width) for i in range(layers)]
+    cached = [_layer(device, 1, kv_heads, length + 1, width) for _ in blocks]
+    geometry = Geometry(heads, kv_heads, width, 0, width**-0.5, 1e-5)
+    x = samples(device, 4 * hidden, hidden)[:1]
+    turns = xp.ones((1, width // 2), dtype=xp.float32), xp.zeros((1, width // 2), dtype=xp.float32)
+    captured = CapturedKernels(blocks, geometry, device)
+    single = CudaKernels(blocks, geometry, device, by_row=True)
+    weights = sum(w.weight.nbytes for b in blocks for w in (b.qkv, b.o, b.up, b.down))
+    yield Case(
+        f"token, {layers} layers of {hidden}",
+        "step",
+        weights + sum(layer.k.nbytes + layer.v.nbytes for layer in cached),
+        lambda: captured.run(x, 1, *turns, cached, length),
+        lambda: single.run(x, 1, *turns, cached, length),
+    )
+
+
+def _block(device: Device, number: int, hidden: int, qkv: int) -> Block:
+    xp, none = device.xp, device.xp.empty(0, dtype=device.xp.float32)
+    norm = Norm(xp.ones(hidden, dtype=xp.float32), none)
+
+    def linear(outputs: int, inputs: int, activation: int = LINEAR) -> Linear:
+        w = samples(device, 4 * outputs * inputs, inputs)[:outputs] / np.float32(inputs)
+        return Linear((w.view(xp.uint32) >> 16).astype(xp.uint16), none, activation)
+
+    inner = 2 * hidden
+    up, down = linear(2 * inner, hidden, SWIGLU), linear(hidden, inner)
+    return Block(number, norm, linear(qkv, hidden), linear(hidden, hidden), norm, up, down)
 
 
 def _queries(device: Device, rows: int, heads: int, width: int) -> Array:

@@ -116,6 +116,14 @@ def judge(bench: Bench, rows: Sequence[Row]) -> None:
         bench.figure(f"{group}_speedup", min(r.speedup for r in rows if r.group == group), at_least=target)
 
 
+def say_rates(bench: Bench, rows: Sequence[Row]) -> None:
+    """Hand in tokens a second of a captured step, and of one launch after the other."""
+    for row in rows:
+        if row.group == "step":
+            bench.figure("tokens_per_s_captured", 1 / row.seconds)
+            bench.figure("tokens_per_s_plain", 1 / row.plain)
+
+
 def event_timer(cupy: Any) -> Timer:
     """Return a timer that takes events of the device."""
 
@@ -219,6 +227,7 @@ def measure(bench: Bench) -> None:
     bench.say(f"{facts}\n{table(rows, bandwidth)}")
     write_report(REPORT, facts, bandwidth, rows)
     judge(bench, rows)
+    say_rates(bench, rows)
     bench.figure("audit_overhead", audit_overhead(cupy, bench.quick), at_most=AUDIT)
 
 

@@ -79,12 +79,13 @@ def weighted_rows(x: Any, weights: Any, *others: Any) -> tuple[Any, ...]:
     """Return ``(x, weights, *others)`` without the samples of weight zero.
 
     A sample of weight zero is the same as no sample, whatever its values are. Unweighted blocks
-    (``weights`` None) pass through.
+    (``weights`` None) pass through. Weights stay where they are: of a device, only single numbers come here.
 
     Returns
     -------
     tuple
-        Block, weights as a C-contiguous float64 array of shape (n,) or None, and the other arrays.
+        Block, weights as a float64 array of shape (n,) or None, and the other arrays. Weights are of NumPy,
+        and C-contiguous, unless they came as an array of the block's own library.
 
     Raises
     ------
@@ -96,23 +97,42 @@ def weighted_rows(x: Any, weights: Any, *others: Any) -> tuple[Any, ...]:
     check_one_place({"x": x, "weights": weights, "target": others[0] if others else None})
     if weights is None:
         return (x, None, *others)
-    w = np.ascontiguousarray(to_host(weights) if hasattr(weights, "dtype") else weights)
-    if w.dtype.kind not in "biuf" or w.shape != (x.shape[0],):
-        raise InputError(f"expected real weights of shape ({x.shape[0]},), got {w.dtype} of shape {w.shape}")
-    w = w.astype(np.float64, copy=False)
-    bad = ~((w >= 0) & (w < np.inf))
-    if bad.any():
-        first = int(bad.argmax())
-        raise InputError(f"expected finite weights >= 0, got {w[first]} at sample {first}")
-    if w.all():
-        return (x, w, *others)
+    w = _checked_weights(_alike(x, weights), int(x.shape[0]))
     keep = w > 0
+    if bool(namespace(w).all(keep)):
+        return (x, w, *others)
     return (_chosen(x, keep), w[keep], *(None if o is None else _chosen(o, keep) for o in others))
 
 
-def _chosen(x: Any, keep: np.ndarray[Any, Any]) -> Any:
-    """Return the rows of a block, host or device, that a mask on the host keeps."""
-    return x[keep if is_numpy(x) else namespace(x).asarray(keep)]
+def weight_of(x: Any, weights: Any) -> float:
+    """Return the sum of the weights of a block, as `weighted_rows` returns them."""
+    return float(x.shape[0] if weights is None else namespace(weights).sum(weights))
+
+
+def _alike(x: Any, weights: Any) -> Any:
+    """Return weights as an array of the library of the block, or of NumPy."""
+    if type(weights) is type(x) and (place_of(x) == "device" or not is_numpy(x)):
+        return weights
+    return np.ascontiguousarray(to_host(weights) if hasattr(weights, "dtype") else weights)
+
+
+def _checked_weights(w: Any, n: int) -> Any:
+    xp = namespace(w)
+    if dtype_of(w).kind not in "biuf" or tuple(w.shape) != (n,):
+        raise InputError(f"expected real weights of shape ({n},), got {w.dtype} of shape {tuple(w.shape)}")
+    w = xp.astype(w, xp.float64, copy=False)
+    bad = ~((w >= 0) & (w < float("inf")))
+    if bool(xp.any(bad)):
+        first = int(xp.argmax(xp.astype(bad, xp.int8)))
+        raise InputError(f"expected finite weights >= 0, got {float(w[first])} at sample {first}")
+    return w
+
+
+def _chosen(x: Any, keep: Any) -> Any:
+    """Return the rows of a block that a mask keeps, which may be NumPy's where the block is not."""
+    if type(keep) is type(x):
+        return x[keep]
+    return x[to_host(keep) if is_numpy(x) else namespace(x).asarray(keep)]
 
 
 def feature_count(shape: tuple[int, ...], what: str) -> int:

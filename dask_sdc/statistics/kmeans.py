@@ -11,7 +11,7 @@ import numpy as np
 
 from dask_sdc.exceptions import InputError, InputTypeError
 from dask_sdc.statistics.base import Estimator, ShardInfo, State, Statistic
-from dask_sdc.statistics.blocks import real_block, weighted_rows
+from dask_sdc.statistics.blocks import real_block, weight_of, weighted_rows
 from dask_sdc.statistics.kernels.kmeans import LloydSums, labels, lloyd
 from dask_sdc.statistics.sample import RowSample, check_count, check_features, check_seed
 
@@ -106,8 +106,7 @@ class KMeansStatistic(Statistic):
         x, w = weighted_rows(real_block(x, self.centres.shape[1:], "k-means"), weights)
         sums: LloydSums = lloyd(x, w, self.centres)
         count = int(x.shape[0])
-        weight = float(count) if w is None else float(np.sum(w))
-        return self.combine(state, {"count": count, "weight": weight, **sums._asdict()})
+        return self.combine(state, {"count": count, "weight": weight_of(x, w), **sums._asdict()})
 
     def combine(self, a: State, b: State) -> State:
         """Add two states; of equally far rows the left one is kept."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from dask_sdc.exceptions import InputError, InputTypeError
 from dask_sdc.statistics.base import Estimator, ShardInfo, State, Statistic
-from dask_sdc.statistics.blocks import real_block, weighted_rows
+from dask_sdc.statistics.blocks import real_block, weight_of, weighted_rows
 from dask_sdc.statistics.gaussian import (
     checked_type,
     components_of,
@@ -119,8 +119,7 @@ class _MixtureStatistic(Statistic):
     def _read(self, x: Any, weights: Any) -> tuple[Any, Any, State]:
         """Return block and weights, checked, and the count and weight of the block."""
         x, w = weighted_rows(real_block(x, self.model["means"].shape[1:], "a Gaussian mixture"), weights)
-        count = int(x.shape[0])
-        return x, w, {"count": count, "weight": float(count) if w is None else float(np.sum(w))}
+        return x, w, {"count": int(x.shape[0]), "weight": weight_of(x, w)}
 
     def terms(self, state: State) -> float:
         """Return the number of features of all rows: each adds a term to a log density."""

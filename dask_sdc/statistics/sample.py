@@ -89,7 +89,7 @@ class RowSample(Statistic):
         bits = np.random.PCG64([self.seed, seed, shard])
         keys = -np.log1p(-np.random.Generator(bits.advance(drawn)).random(n))
         if w is not None:
-            keys /= w
+            keys /= to_host(w)  # keys are drawn on the host
         chosen = _smallest(keys, self.size)
         rows = _rows(x, chosen)
         offered = {"keys": keys[chosen], "rows": rows, "count": n, "stream": (seed, shard, drawn + n)}

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class HostDevice:
     def __init__(self, schedule: int = 0, most_blocks: int | None = None) -> None:
         self.schedule, self.most_blocks = schedule, most_blocks
         self.launched: list[str] = []
+        self._recording = threading.local()
 
     def launch(
         self,
@@ -86,6 +88,25 @@ class HostDevice:
             raise LaunchError(f"{kernel}: {shared} bytes of shared memory, at most {self.shared_limit}")
         program(path).launch(kernel, grid, block, args, shared, self.schedule)
         self.launched.append(kernel)
+        recorded = getattr(self._recording, "launches", None)
+        if recorded is not None:
+            recorded.append((path, kernel, grid, block, args, shared))
+
+    def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """Record launches with their arguments: whatever else the function does, no replay does again."""
+        recorded: list[tuple[Any, ...]] = []
+        self._recording.launches = recorded
+        try:
+            result = work()
+        finally:
+            self._recording.launches = None
+
+        def replay() -> Any:
+            for launch in recorded:
+                self.launch(*launch)
+            return result
+
+        return replay
 
 
 @functools.cache

@@ -229,6 +229,8 @@ constexpr char code() {
     using U = std::remove_cv_t<T>;
     return std::is_same_v<U, float>                ? 'f'
            : std::is_same_v<U, double>             ? 'd'
+           : std::is_same_v<U, short>              ? 'h'
+           : std::is_same_v<U, unsigned short>     ? 'H'
            : std::is_same_v<U, int>                ? 'i'
            : std::is_same_v<U, unsigned>           ? 'I'
            : std::is_same_v<U, long long>          ? 'q'
@@ -295,6 +297,7 @@ To bits_as(From from) {
     return to;
 }
 
+inline float __uint_as_float(unsigned v) { return bits_as<float>(v); }
 inline int __float_as_int(float v) { return bits_as<int>(v); }
 inline long long __double_as_longlong(double v) { return bits_as<long long>(v); }
 inline double __longlong_as_double(long long v) { return bits_as<double>(v); }

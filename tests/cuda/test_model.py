@@ -81,7 +81,7 @@ def test_queries_and_keys_are_turned_into_the_cache(head_dim: int, biased: bool)
     turns = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
     k, v = normal(rng, batch, kv_heads, 9, width), normal(rng, batch, kv_heads, 9, width)
     before = k.copy(), v.copy()
-    q = turn(HostDevice(7), qkv, bias, turns, steps, heads, 0.25, k, v, 4)
+    q = turn(HostDevice(7), qkv, bias, turns, steps, heads, 0.25, k, v, 9, 5)
     z = (qkv + bias if biased else qkv).astype(np.float64).reshape(batch, steps, -1, width)
     low, high = z[..., :half], z[..., half : 2 * half]
     c, s = np.cos(angle)[None, :, None], np.sin(angle)[None, :, None]

@@ -39,6 +39,7 @@ _USERS = (
     "dask_sdc.statistics.kernels.mixture",
     "dask_sdc.statistics.kernels.moments",
     "dask_sdc.inference.model.kernels.choice",
+    "dask_sdc.inference.pace",
     "dask_sdc.inference.stage",
 )
 

@@ -56,7 +56,9 @@ def test_kernels_and_plain_expressions_compute_the_same(all_cases: list[Any]) ->
             np.testing.assert_allclose(got[0], plain[1], rtol=1e-12)
         elif case.group == "expectation":
             np.testing.assert_allclose(got[0], plain[1], rtol=1e-10)
-        elif case.group in ("rows", "decode", "prefill"):
+        elif case.group == "step":
+            assert np.all(np.isfinite(got)) and got.tobytes() == plain.tobytes()
+        elif case.group in ("rows", "decode", "prefill", "products"):
             np.testing.assert_allclose(got, plain, rtol=1e-4, atol=1e-5)
         else:
             continue
@@ -110,6 +112,19 @@ def test_the_worst_case_of_a_group_decides(script: ModuleType) -> None:
     bench = Bench()
     script.judge(bench, rows_of(script, 0.8, 2.9))
     assert bench.broken == ["moments_of_copy", "histogram_of_copy", "expectation_speedup"]
+
+
+def test_a_step_is_told_in_tokens_a_second(script: ModuleType) -> None:
+    from _bench import Bench
+
+    bench = Bench()
+    script.say_rates(
+        bench, [*rows_of(script, 0.9, 3.5), script.Row("token", "step", 1e-3, 4e-3, 1, 0.5, 4.0)]
+    )
+    assert [figure.split()[0] for figure in bench.figures] == [
+        "tokens_per_s_captured=1000",
+        "tokens_per_s_plain=250",
+    ]
 
 
 def test_the_table_and_the_report_say_the_same(script: ModuleType, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from dask_sdc.evidence.codec import encode
 from dask_sdc.inference.host import Chunk, SessionSettings, StageHost
 from dask_sdc.inference.model import KVCache, Transformer
+from dask_sdc.inference.model.kernels.cuda import CapturedKernels
 from dask_sdc.inference.stage import TransformerStage
 from dask_sdc.inference.weights.store import WeightStore
 from tests.gpu.backends import BACKENDS, Array, Backend, backend_of
@@ -76,6 +77,26 @@ def test_the_same_chunks_give_the_same_bits(backend: Backend) -> None:
     for invariant in (True, False):
         runs = [Session(backend, "llama", 2, invariant).fed(ids, [33, 6, 1]) for _ in range(2)]
         assert runs[0].tobytes() == runs[1].tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("where", BACKENDS[1:])
+def test_a_captured_step_has_the_bits_of_a_plain_one(
+    where: str, name: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = backend_of(where, monkeypatch)
+    captured, plain = Session(backend, name, batch), Session(backend, name, batch)
+    assert isinstance(captured.model._rows, CapturedKernels)
+    plain.model._rows._able = False
+    steps = 300 if where == "cupy" else 3  # on a card over splits, and over the growth of the cache
+    ids = ids_of(name, batch, min(8 + steps, captured.config.max_context))
+    sizes = [8] + [1] * (ids.shape[1] - 8)
+    assert captured.fed(ids, sizes).tobytes() == plain.fed(ids, sizes).tobytes()
+    assert captured.model._rows._able, "the step could not be captured"
+    assert len(captured.model._rows._graphs) == 1 and len(plain.model._rows._graphs) == 0
+    snapshots = [encode(session.cache.snapshot()) for session in (captured, plain)]
+    assert snapshots[0] == snapshots[1]
 
 
 def test_keys_and_values_are_those_of_the_cpu_and_come_to_the_host(backend: Backend) -> None:

@@ -11,7 +11,9 @@ from dask_sdc.evidence.seal import seal_statistic
 from dask_sdc.statistics import Covariance, Histogram, LinearRegression, Moments, ShardInfo, Statistic
 from dask_sdc.statistics.kmeans import KMeansStatistic
 from dask_sdc.statistics.mixture import MixtureExpectation
+from tests.cuda.emulated import COMPILER
 from tests.gpu.backends import BACKENDS, Array, Backend, backend_of
+from tests.gpu.fakes import DeviceArray
 from tests.statistics.test_mixture import random_model
 
 FEATURES = 7
@@ -143,6 +145,30 @@ def test_weights_of_zero_are_no_samples(backend: Backend, name: str) -> None:
     some = {column: values[kept] for column, values in columns.items()}
     got = state_of(STATISTICS[name], x, backend, **columns)
     assert_close(got, state_of(STATISTICS[name], x[kept], **some), rtol=1e-12)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(
+    "name", ["moments", "covariance", "histogram", "uneven histogram", "k-means", "mixture, full"]
+)
+def test_columns_stay_on_the_device(name: str, zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither weights nor the rows that they pick come to the host or go back."""
+    backend, rows, travelled = backend_of("emulated", monkeypatch), 3001, []
+    x, columns = block(rows, "f4"), columns_of(name, rows, True)
+    columns["weights"] = np.where(np.arange(rows) % 3, columns["weights"] + 0.5, 0.0 if zeros else 1.0)
+    x_there, w_there = backend.put(x), backend.put(columns["weights"])
+    get, asarray = DeviceArray.get, backend.xp.asarray
+    monkeypatch.setattr(DeviceArray, "get", lambda a: travelled.append(a.size) or get(a))
+    monkeypatch.setattr(
+        backend.xp,
+        "asarray",
+        lambda a, **k: travelled.append(np.size(a) * (type(a) is not DeviceArray)) or asarray(a, **k),
+        raising=False,
+    )
+    got = state_of(STATISTICS[name], x_there, weights=w_there)
+    assert travelled and max(travelled) < rows // 3
+    assert_close(got, state_of(STATISTICS[name], x, **columns))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int64", "float16", "bool", ">f4"])

@@ -10,7 +10,9 @@ import array_api_strict as xp
 import numpy as np
 import pytest
 
+from dask_sdc.exceptions import InputError
 from dask_sdc.statistics import Covariance, GaussianMixture, Histogram, KMeans, Moments, ShardInfo, Statistic
+from dask_sdc.statistics.blocks import weighted_rows
 from dask_sdc.statistics.kernels import dtype_of
 from dask_sdc.statistics.mixture import MixtureDensity, MixtureExpectation
 from dask_sdc.statistics.sample import RowSample
@@ -42,10 +44,11 @@ def state_of(statistic: Statistic, x: Any, **columns: Any) -> Any:
     return statistic.update(statistic.init(info), x, **columns)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weights", ["none", "numpy", "strict"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", STATISTICS)
-def test_a_statistic_of_a_strict_array_is_that_of_numpy(name: str, dtype: str, weighted: bool) -> None:
+def test_a_statistic_of_a_strict_array_is_that_of_numpy(name: str, dtype: str, weights: str) -> None:
+    weighted = weights != "none"
     if weighted and name == "sample":
         pytest.skip("a sample takes no weights")
     rng, statistic = np.random.default_rng(0), STATISTICS[name]
@@ -54,6 +57,8 @@ def test_a_statistic_of_a_strict_array_is_that_of_numpy(name: str, dtype: str, w
         x[::9, 1] = np.nan
     columns = {"weights": np.where(rng.random(200) < 0.1, 0.0, rng.random(200))} if weighted else {}
     expected = state_of(statistic, x, **columns)
+    if weights == "strict":
+        columns = {"weights": xp.asarray(columns["weights"])}
     got = state_of(statistic, xp.asarray(x), **columns)
     assert list(got) == list(expected)
     for field, value in expected.items():
@@ -64,6 +69,33 @@ def test_a_statistic_of_a_strict_array_is_that_of_numpy(name: str, dtype: str, w
         scale = 1e-9 if field in ("low", "check") else 1e-12
         np.testing.assert_allclose(got[field], value, rtol=1e-11, atol=scale * size, err_msg=field)
     assert list(statistic.invariants(got)) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([1.0, -2.0, 1.0], "expected finite weights >= 0, got -2.0 at sample 1"),
+        ([1.0, 0.0, np.nan], "expected finite weights >= 0, got nan at sample 2"),
+        ([np.inf, 0.0, 1.0], "expected finite weights >= 0, got inf at sample 0"),
+        ([1.0, 2.0], r"expected real weights of shape \(3,\), got .*float64 of shape \(2,\)"),
+        ([1j, 2.0, 3.0], r"expected real weights of shape \(3,\), got .*complex128 of shape \(3,\)"),
+    ],
+)
+def test_errors_of_weights_are_those_of_numpy(bad: list[Any], message: str) -> None:
+    for put in (np.asarray, xp.asarray):
+        with pytest.raises(InputError, match=message):
+            weighted_rows(put(np.ones((3, 2))), put(np.asarray(bad)))
+
+
+def test_rows_are_picked_by_weights_in_their_own_library() -> None:
+    x, w, y = np.arange(8.0).reshape(4, 2), np.array([1, 0, 2, 0], np.int32), np.arange(4.0)
+    for put in (np.asarray, xp.asarray):
+        rows, weights, target = weighted_rows(put(x), put(w), put(y))
+        assert type(rows) is type(weights) is type(target) is type(put(x))
+        assert np.asarray(rows).tolist() == [[0, 1], [4, 5]] and np.asarray(target).tolist() == [0, 2]
+        assert weights.dtype == put(x).dtype and np.asarray(weights).tolist() == [1, 2]
+    rows, weights = weighted_rows(xp.asarray(x), w)
+    assert type(weights) is np.ndarray and np.asarray(rows).tolist() == [[0, 1], [4, 5]]
 
 
 def test_complex_samples() -> None:

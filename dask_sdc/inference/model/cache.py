@@ -21,7 +21,7 @@ _BLOCK = 256  # positions; the least by which a layer grows
 _FLOAT32 = np.dtype(np.float32)
 
 
-@dataclass
+@dataclass(eq=False)
 class LayerCache:
     """Keys and values of one layer.
 

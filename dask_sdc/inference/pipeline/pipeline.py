@@ -24,6 +24,7 @@ from dask_sdc.inference.pipeline.array_session import StatesSession
 from dask_sdc.inference.pipeline.base import StagedPipeline, check_int, check_number
 from dask_sdc.inference.pipeline.clients import iterated, synced
 from dask_sdc.inference.pipeline.coordinator import session_name
+from dask_sdc.inference.pipeline.devices import with_memories, with_paces
 from dask_sdc.inference.pipeline.placement import (
     Candidate,
     boundaries_of,
@@ -79,8 +80,8 @@ class Pipeline(StagedPipeline):
     prefill_chunk : int
         Positions of a prefill chunk.
     device : {"cpu", "cuda"}
-        Where stages compute. On CUDA devices give ``boundaries`` and ``kv_bytes`` too: by default layers are
-        cut by the speed of the processors, and a cache may take a quarter of the memory of the host.
+        Where stages compute. On CUDA devices, one per worker, layers are cut by the speed of the devices and
+        by what is free of their memory, and caches take their part of that.
     timeout : float
         Seconds without an answer after which a stage counts as frozen.
     replay : {"exact", "fast"}
@@ -88,7 +89,8 @@ class Pipeline(StagedPipeline):
         Fast: in long chunks through BLAS, compared by sketch; where two tokens are as likely as each other
         but for rounding, the text may then go on with the other one.
     kv_bytes : int, optional
-        Bytes for the KV caches of all sessions per stage; a quarter of the worker's memory by default.
+        Bytes for the KV caches of all sessions per stage; a quarter of the worker's memory by default, of
+        what is free of its device's where the stage is on one.
     journal_bytes : int
         Memory for what one session sends over one boundary; more goes to files.
     spill : str or None
@@ -196,6 +198,10 @@ class Pipeline(StagedPipeline):
 
     async def _placed(self, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Stage]]:
         """Choose who takes the stages, and where the layers are cut unless that was given."""
+        if self._device == "cuda":
+            candidates = await with_memories(self._routes, candidates)
+            if not self.boundaries:
+                candidates = await with_paces(self._routes, candidates)
         if self.boundaries:
             chosen = choose_workers(candidates, len(self.boundaries) + 1)
             expect_workers(chosen, len(self.boundaries) + 1)

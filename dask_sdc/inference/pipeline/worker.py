@@ -34,6 +34,7 @@ from dask_sdc.inference.pipeline.shadows import Shadows
 from dask_sdc.inference.receipts import boundary_chain
 from dask_sdc.inference.session import EpochFence, StageReport
 from dask_sdc.inference.stage import Stage
+from dask_sdc.statistics.kernels.cuda import free_memory
 
 __all__ = ["NAME", "StageWorkerPlugin", "pack_record", "unpack_record"]
 
@@ -303,7 +304,7 @@ class StageWorkerPlugin(WorkerPlugin):
         """Add the RPC handlers."""
         self.worker = worker
         self.routes = Routes(worker.rpc)
-        self._pace: asyncio.Future[float] | None = None
+        self._paces: dict[str, asyncio.Future[float]] = {}
         self.seats: dict[str, Seat] = {}
         # Stages that are loaded and wait for a seat, by pipeline and number.
         self.spares: dict[str, dict[int, Stage]] = {}
@@ -330,6 +331,7 @@ class StageWorkerPlugin(WorkerPlugin):
                 self.relay,
                 self.pipe,
                 self.pace,
+                self.room,
                 self.prepare,
                 self.load,
                 self.wire,
@@ -382,11 +384,16 @@ class StageWorkerPlugin(WorkerPlugin):
         await comm.write("OK")
         return await piped(comm, onward)
 
-    async def pace(self) -> float:
+    async def pace(self, device: str = "cpu") -> float:
         """Return `decoding_pace`; whoever asks meanwhile waits for the same measurement (RPC handler)."""
-        if self._pace is None or self._pace.done():
-            self._pace = asyncio.ensure_future(asyncio.to_thread(decoding_pace))
-        return await asyncio.shield(self._pace)
+        running = self._paces.get(device)
+        if running is None or running.done():
+            running = self._paces[device] = asyncio.ensure_future(asyncio.to_thread(decoding_pace, device))
+        return await asyncio.shield(running)
+
+    async def room(self) -> int:
+        """Return the bytes that are free on the device (RPC handler)."""
+        return await asyncio.to_thread(free_memory)
 
     # -- stages ----------------------------------------------------------------------------------
 

@@ -130,8 +130,8 @@ class DeviceCentred(Centred):
         Where the block lies.
     x : array
         Shape (n, d), n >= 1.
-    weights : numpy.ndarray or None
-        Positive float64 weights of shape (n,), on the host.
+    weights : array or None
+        Positive float64 weights of shape (n,), where the block is.
     """
 
     def __init__(self, device: Device, x: Any, weights: Array | None) -> None:
@@ -155,7 +155,7 @@ def block_scatter(x: Any, weights: Array | None) -> dict[str, Any]:
     ----------
     x : array
         Shape (n, d), n >= 1 and d >= 1; NumPy or another array library's.
-    weights : numpy.ndarray or None
+    weights : array or None
         Positive float64 weights of shape (n,).
 
     Returns

@@ -299,4 +299,4 @@ def _array_api_count(
     counts = np.bincount(found, minlength=slots).reshape(shape)
     if weights is None:
         return counts, None
-    return counts, np.bincount(found, np.repeat(weights, share), slots).reshape(shape)
+    return counts, np.bincount(found, np.repeat(to_host(weights), share), slots).reshape(shape)

@@ -21,7 +21,7 @@ def block_factor(x: Any, y: Any, weights: Array | None, centre: bool) -> dict[st
     x, y : array
         Shapes (n, d) and (n, t), n >= 1; blocks of other array libraries are copied to the host,
         as factoring is a small part of what loading them costs.
-    weights : numpy.ndarray or None
+    weights : array or None
         Positive float64 weights of shape (n,).
     centre : bool
         Whether columns are taken about their means.
@@ -32,7 +32,7 @@ def block_factor(x: Any, y: Any, weights: Array | None, centre: bool) -> dict[st
         ``weight`` float; ``sum`` and ``low`` (d + t,); ``squares`` (d + t,), Σw of squared
         (deviations of) columns; ``factor`` (d + t, d + t), upper triangular, diagonal >= 0.
     """
-    tiles = Centred(_side_by_side(x, y), weights, centre)
+    tiles = Centred(_side_by_side(x, y), None if weights is None else to_host(weights), centre)
     factor, deviation, squares = _factor(tiles, centre)
     offset = deviation / tiles.weight
     with np.errstate(over="ignore"):

@@ -1,7 +1,7 @@
 """Kernels of the forward pass.
 
 `rows` (Numba, NumPy arrays) give a row the same bits whatever the chunk it comes in. `arrays` are plain code
-over an array namespace: BLAS on the host. `cuda` has what a GPU runs between the products of cuBLAS.
+over an array namespace: BLAS on the host. `cuda` has what a GPU runs: all but the products of long chunks.
 """
 
 from __future__ import annotations

@@ -67,14 +67,18 @@ class ArrayKernels:
         """Run rows (R, D) through all layers; see `RowKernels.run`."""
         for block, layer in zip(self._blocks, cached, strict=True):
             mixed = self._attention(x, block, steps, cos, sin, layer, length, tree)  # (R, H·W)
-            x = x + self._project(mixed, None, block.o)  # (R, D)
+            x = self._added(x, mixed, block.o)  # (R, D)
             inner = self._project(x, block.mlp_norm, block.up)  # (R, I)
-            x = x + self._project(inner, None, block.down)  # (R, D)
+            x = self._added(x, inner, block.down)  # (R, D)
         return x
 
     def logits(self, x: Array, norm: Norm, linear: Linear) -> Array:
         """Return the logits (R, V) of rows (R, D)."""
         return self._project(x, norm, linear)
+
+    def _added(self, x: Array, y: Array, linear: Linear) -> Array:
+        """Return x (R, D) and the projection of y (R, K)."""
+        return x + self._project(y, None, linear)
 
     def _project(self, x: Array, norm: Norm | None, linear: Linear) -> Array:
         """Return ``activation(norm(x) · wᵀ + bias)``: (R, O) for x (R, D)."""

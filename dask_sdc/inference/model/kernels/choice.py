@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dask_sdc.inference.model.kernels.arrays import ArrayKernels
-from dask_sdc.inference.model.kernels.cuda import CudaKernels
+from dask_sdc.inference.model.kernels.cuda import CapturedKernels, CudaKernels
 from dask_sdc.inference.model.kernels.layout import Block, Geometry
 from dask_sdc.statistics.kernels.cuda import cupy_device
 
@@ -30,5 +30,6 @@ def array_kernels(
         Whether a row has the same bits whatever chunk it comes in.
     """
     if xp.__name__ == "cupy":
-        return CudaKernels(blocks, geometry, cupy_device(), by_row=by_row)
+        device = cupy_device()
+        return CapturedKernels(blocks, geometry, device) if by_row else CudaKernels(blocks, geometry, device)
     return ArrayKernels(blocks, geometry, xp, by_row=by_row)

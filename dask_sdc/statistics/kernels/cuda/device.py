@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -23,6 +24,7 @@ __all__ = [
     "Device",
     "cupy_device",
     "cupy_version",
+    "free_memory",
     "is_cupy",
     "pointer",
     "release_unused",
@@ -78,6 +80,27 @@ class Device(Protocol):
             Dynamic shared memory in bytes.
         """
 
+    def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """Record what a function launches, and return what replays it.
+
+        Parameters
+        ----------
+        work : callable
+            Without arguments, returns an array of the device. It is called more than once, and may neither
+            wait for the device nor copy anything to or from it.
+
+        Returns
+        -------
+        callable
+            Without arguments: launches on the current stream what was recorded, on the memory that it was
+            recorded with, and returns the same array each time.
+
+        Raises
+        ------
+        Exception
+            Of any kind, where that is not possible.
+        """
+
 
 def source(path: Path) -> str:
     """Return the text of a kernel with the headers of the package in it.
@@ -128,6 +151,19 @@ def release_unused() -> None:
         cupy.get_default_memory_pool().free_all_blocks()
 
 
+def free_memory() -> int:
+    """Return the bytes that this process can still have on its device, within the limit of CuPy's pool.
+
+    What another allocator has taken in advance, as pools of RMM do, does not count as free.
+    """
+    xp = cupy_device().xp
+    release_unused()
+    free, _ = xp.cuda.runtime.memGetInfo()
+    pool = xp.get_default_memory_pool()
+    limit = pool.get_limit()
+    return int(max(min(free, limit - pool.used_bytes()) if limit else free, 0))
+
+
 class _Cupy:
     """The current CUDA device, by CuPy."""
 
@@ -152,6 +188,34 @@ class _Cupy:
             function.max_dynamic_shared_size_bytes = shared
         given = tuple(np.uintp(0) if arg is None else arg for arg in args)
         function(grid, block, given, shared_mem=shared)
+
+    def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        cuda = self.xp.cuda
+        # On top of the allocator that is in use, with its limits; nobody else gets what the graph writes to.
+        pool = cuda.MemoryPool(cuda.get_allocator())
+        cuda.get_current_stream().synchronize()
+        with cuda.using_allocator(pool.malloc), cuda.Stream(non_blocking=True) as stream:
+            work()  # compiles, loads and allocates what a capture must not
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                result = work()
+            except BaseException:
+                with suppress(Exception):  # it says of the same trouble that the capture is void
+                    stream.end_capture()
+                raise
+            return _Replay(stream.end_capture(), result, pool)
+
+
+class _Replay:
+    """A CUDA graph of CuPy, with the memory that it works on."""
+
+    def __init__(self, graph: Any, result: Any, pool: Any) -> None:
+        self._graph, self._result, self._pool = graph, result, pool
+
+    def __call__(self) -> Any:
+        self._graph.launch()
+        return self._result
 
 
 @cache

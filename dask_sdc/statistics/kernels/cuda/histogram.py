@@ -127,8 +127,8 @@ def cuda_count(
         Shape (n, d), n >= 1; any real dtype and layout.
     edges : tuple of numpy.ndarray
         Rising float64 edges of each coordinate.
-    weights : numpy.ndarray or None
-        Positive float64 weights on the host, one for every ``share`` samples in a row.
+    weights : array or None
+        Positive float64 weights, host or device, one for every ``share`` samples in a row.
     share : int
         See there.
     """
@@ -136,7 +136,9 @@ def cuda_count(
     slots = int(np.prod(shape))
     counts = xp.zeros(slots, dtype=xp.uint64)
     scales, sums = _scales(weights, len(x)), xp.zeros((2, slots), dtype=xp.uint64)
-    spread = None if weights is None else np.repeat(weights, share) if share > 1 else weights
+    spread = weights
+    if weights is not None and share > 1:
+        spread = xp.repeat(xp.asarray(weights), share)
     for piece, w in pieces(device, x, spread):
         axes = [Table.of(e, np.dtype(piece.dtype)) for e in edges]
         copies = 0 if len(axes) > 1 or w is not None else _copies(axes[0], slots)
@@ -162,7 +164,7 @@ def _scales(weights: Array | None, n: int) -> tuple[float, float]:
     if weights is None:
         return 1.0, 1.0
     bits = 62 - int(n * 1.0).bit_length()
-    most = int(np.ceil(np.log2(weights.max()))) if len(weights) else 0
+    most = int(np.ceil(np.log2(float(weights.max())))) if len(weights) else 0
     return 2.0 ** min(bits - most, 1000), 2.0 ** min(bits, 52)
 
 

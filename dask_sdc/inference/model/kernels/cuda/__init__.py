@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dask_sdc.inference.model.kernels.cuda.graph import CapturedKernels
 from dask_sdc.inference.model.kernels.cuda.stack import CudaKernels
 
-__all__ = ["CudaKernels"]
+__all__ = ["CapturedKernels", "CudaKernels"]

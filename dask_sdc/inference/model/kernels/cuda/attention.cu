@@ -26,14 +26,16 @@ SDC_DEVICE Index slot_of(Index position, Index length, Index base, int sinks, co
 // each split of each row. Grid (splits, KV * ceil(H / KV / kQueries), R), kThreads threads: keys and values are read once
 // for up to eight queries of a group. Rows of a tree of drafts see, from position `length` on, the slots of their branch:
 // tree is (T, depth), per row how many and then which, counted from slot length - base; null where every row follows the
-// one before it. The rows begin `skipped` positions behind the first of the chunk.
+// one before it. The rows begin `skipped` positions behind the first of the chunk. Where `where` is not null,
+// `length` is read there: in a captured step it is another in every replay. Splits behind the last position are empty.
 //
 // Shared memory: queries * (W + kSplit + 4 * kThreads), of queries = min(H / KV, kQueries), and 2 * kQueries float32.
 __global__ void __launch_bounds__(128)
     attention_splits(const float* q, const float* k_cache, const float* v_cache, const Index* tree, int depth, int steps,
-                     int heads, int kv_heads, int width, Index slots, Index length, Index skipped, Index base, Index window,
-                     int sinks, float* partial) {
+                     int heads, int kv_heads, int width, Index slots, Index given, const Index* where, Index skipped,
+                     Index base, Index window, int sinks, float* partial) {
     SDC_SHARED(float, shared);
+    const Index length = where != nullptr ? *where : given;
     const int group = heads / kv_heads, passes = (group + kQueries - 1) / kQueries;
     const int kv = static_cast<int>(blockIdx.y) / passes, from = (static_cast<int>(blockIdx.y) - kv * passes) * kQueries;
     const int here = group - from < kQueries ? group - from : kQueries;

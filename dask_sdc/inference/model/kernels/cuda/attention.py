@@ -29,7 +29,14 @@ VARIANTS = ("attention_splits", "attention_combine", *(f"attention_chunk<{c}>" f
 
 
 def attend_rows(
-    device: Device, q: Array, layer: Any, steps: int, length: int, sinks: int, tree: Array | None
+    device: Device,
+    q: Array,
+    layer: Any,
+    steps: int,
+    length: int,
+    sinks: int,
+    tree: Array | None,
+    at: Array | None = None,
 ) -> Array:
     """Attend row by row, split along the positions; a row has the same bits in every chunk and batch.
 
@@ -49,6 +56,9 @@ def attend_rows(
         Positions that every row sees.
     tree : array of int64 or None
         On the device, see `dask_sdc.inference.model.kernels.branches`.
+    at : array of int64 or None
+        On the device, shape (1,): where the kernel finds the positions before the chunk instead. ``length``
+        is then the most that it may be; the bits are those of the true one.
 
     Returns
     -------
@@ -85,6 +95,7 @@ def attend_rows(
                 *(
                     np.int64(slots),
                     np.int64(length),
+                    at,
                     np.int64(0 if tree is not None else t),
                     np.int64(layer.base),
                 ),

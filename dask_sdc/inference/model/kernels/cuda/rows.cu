@@ -78,12 +78,13 @@ __global__ void __launch_bounds__(256)
 // Turn queries and keys by their positions (RoPE, halves), scale queries, append keys and values to the cache.
 //
 // qkv is (B * T, H + 2 KV, W) without its bias, which may be null; q is (B * T, H, W); caches are (B, KV, slots, W), the
-// chunk goes to the slots from `slot` on; cosine and sine are (T, half), half 0 turns nothing. One block per row,
-// blockDim.y heads at a time.
+// chunk goes to the slots from `length - base` on; where `where` is not null, `length` is read there. cosine and sine are
+// (T, half), half 0 turns nothing. One block per row, blockDim.y heads at a time.
 __global__ void __launch_bounds__(256)
     row_turn(const float* qkv, const float* bias, const float* cosine, const float* sine, int steps, int heads,
-             int kv_heads, int width, int half, float scale, Index slots, Index slot, float* q, float* k_cache,
-             float* v_cache) {
+             int kv_heads, int width, int half, float scale, Index slots, Index length, const Index* where, Index base,
+             float* q, float* k_cache, float* v_cache) {
+    const Index slot = (where != nullptr ? *where : length) - base;
     const Index row = blockIdx.x, b = row / steps, t = row - b * steps;
     const int all = heads + 2 * kv_heads;
     for (int head = static_cast<int>(threadIdx.y); head < all; head += static_cast<int>(blockDim.y)) {

@@ -71,9 +71,11 @@ def turn(
     scale: float,
     k: Array,
     v: Array,
-    slot: int,
+    length: int,
+    base: int,
+    at: Array | None = None,
 ) -> Array:
-    """Turn queries and keys, append keys and values to the cache from ``slot`` on; return queries (R, H, W).
+    """Turn queries and keys, append keys and values to the cache; return queries (R, H, W).
 
     Parameters
     ----------
@@ -91,8 +93,10 @@ def turn(
         Of queries.
     k, v : array
         The cache, shape (B, KV, slots, W).
-    slot : int
-        Where the first row of the chunk goes.
+    length, base : int
+        The first row of the chunk goes to the slot ``length - base``.
+    at : array of int64 or None
+        On the device, shape (1,): where the kernel finds the length instead.
     """
     _, kv_heads, slots, width = k.shape
     rows = qkv.shape[0]
@@ -115,7 +119,8 @@ def turn(
                 np.int32(kv_heads),
                 np.int32(width),
             ),
-            *(np.int32(half), np.float32(scale), np.int64(slots), np.int64(slot), q, k, v),
+            *(np.int32(half), np.float32(scale), np.int64(slots), np.int64(length)),
+            *(at, np.int64(base), q, k, v),
         ),
     )
     return q
