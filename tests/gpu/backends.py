@@ -7,9 +7,9 @@ statistic or a model down to a kernel, as it does on a card.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -111,7 +111,7 @@ def backend_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Backend:
     device = HostDevice()
     device.xp = EmulatedNamespace()  # type: ignore[assignment]
     for user in _USERS:
-        module = sys.modules[user]
+        module = import_module(user)
         monkeypatch.setattr(module, "cupy_device", lambda: device)
         if hasattr(module, "is_cupy"):
             monkeypatch.setattr(module, "is_cupy", lambda x: place_of(x) == "device")
