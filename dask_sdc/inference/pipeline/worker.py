@@ -179,16 +179,17 @@ class Seat:
             made = self.host.step(chunk)
         except Exception as error:
             made = error
-        self._loop.call_soon_threadsafe(self._made, epoch, made)
+        self._loop.call_soon_threadsafe(self._made, epoch, chunk.index, made)
 
-    def _made(self, epoch: int, made: Output | Exception) -> None:
+    def _made(self, epoch: int, chunk: int, made: Output | Exception) -> None:
         self._busy = False
         if epoch == self.fence.epoch:
-            if isinstance(made, Exception):
-                self._failed(made)
-            else:
+            if isinstance(made, Output):
                 self._outbox.append((epoch, made))
                 self._forward()
+            elif not isinstance(made, StageError) or chunk <= self.received:
+                self._failed(made)
+            # Else it did not fit, as one before it never came: that one is missed by its number.
         self._begin()
 
     def _forward(self) -> None:

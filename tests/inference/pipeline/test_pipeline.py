@@ -271,6 +271,26 @@ def test_a_generation_that_is_cancelled_disturbs_no_other(store: WeightStore, pl
     run()
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_comes_after_a_lost_message_and_does_not_fit_is_no_fault_of_who_hears_it(
+    store: WeightStore, stage: int
+) -> None:
+    """Pieces of a prompt, several in flight: the next one begins where the stage has nothing yet."""
+
+    async def body(c: Client) -> None:
+        drafter = NGramDrafter(n=2, width=3)
+        options: dict[str, Any] = {"prefill_chunk": 3, "drafter": drafter, "depth": 2, "timeout": 5}
+        async with Pipeline(c, store, stages=3, spares=1, **options) as pipeline:
+            before = pipeline.workers
+            await arm_stage_fault(pipeline, StageFault("drop", stage, 1))
+            assert (await pipeline.generate(PROMPT, 8)).ids == generated(store, PROMPT, 8)
+            (report,) = pipeline.recoveries
+            assert [(loss.stage, loss.kind) for loss in report.losses] == [(stage + 1, LossKind.GAP)]
+            assert pipeline.workers == before
+
+    in_cluster(body)
+
+
 def test_a_lost_message_is_a_gap_though_others_came_after_it(
     store: WeightStore, plain: tuple[int, ...]
 ) -> None:
