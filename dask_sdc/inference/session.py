@@ -109,7 +109,7 @@ def locate_failure(
     """Say which stages are at fault, once it is known that something is wrong.
 
     Stages that do not answer, or live in an older epoch than others, are named, all of them. If there are
-    none and a chunk did not come back, those are that say what they could not do. If nobody says so, the
+    none, those are that say what they could not do. If nobody says so and a chunk did not come back, the
     oldest chunk that did not come back is looked for: at the first stage that did not send it on.
     That stage is frozen if it received the chunk; else the chunk was lost before it, a gap. (Chunks of
     stages before and behind it say nothing: those wait for it. While a stage is silent nothing can be said
@@ -157,13 +157,13 @@ def _silent(reports: Sequence[StageReport], epoch: int | None) -> list[Loss]:
 
 
 def _stuck(reports: Sequence[StageReport], fed: int | None, returned: int | None) -> list[Loss]:
+    if told := [report for report in reports if report.detail]:
+        # The chunks of others may just be on their way. Who says so rests, even if nobody waits for it.
+        return [Loss(report.stage, LossKind.FAILED, report.forwarded + 1, report.detail) for report in told]
     sent = reports[0].received if fed is None else fed
     chunk = 1 + (reports[-1].forwarded if returned is None else returned)
     if chunk > sent:
         return []
-    if told := [report for report in reports if report.detail]:
-        # The chunks of others may just be on their way.
-        return [Loss(report.stage, LossKind.FAILED, report.forwarded + 1, report.detail) for report in told]
     holder = next((report for report in reports if report.forwarded < chunk), None)
     if holder is None:
         return [Loss(reports[-1].stage, LossKind.UNRETURNED, chunk)]

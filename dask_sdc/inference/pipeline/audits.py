@@ -475,7 +475,9 @@ class StageAudits:
         elif finding.action is ShadowAction.EVICT or (
             trusted is not None and trusted.digest != voices["primary"].digest
         ):
-            await self._roll_back(finding, mismatch.position)
+            if self._around.ring.addresses[finding.stage] == mismatch.workers["primary"]:
+                await self._roll_back(finding, mismatch.position)
+            # Else the stage was lost meanwhile, and proved anew; what is due of it is looked at again.
         elif trusted is None:
             why = f"stage {finding.stage} at chunk {finding.chunk}: {decision.reason}"
             if decision.reason == RERUN_DIFFERS:

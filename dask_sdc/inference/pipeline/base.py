@@ -269,7 +269,7 @@ class StagedPipeline(ABC):
             self._ledger.close()
         with contextlib.suppress(ValueError):  # that failed before it listened
             self.client.unsubscribe_topic(self.name)
-            await self._session.detach()
+        await self._session.detach()
 
     def __enter__(self) -> Self:
         return self

@@ -47,7 +47,14 @@ _INTAKE = 2**25
 
 
 class _Broken(Exception):
-    """Something is wrong with the pipeline: it is to be healed, and what is in flight is lost."""
+    """Something is wrong with the pipeline: it is to be healed, and what is in flight is lost.
+
+    ``late`` says whether what is in flight is overdue, and whoever has it to blame; else a connection broke.
+    """
+
+    def __init__(self, why: str, late: bool = True) -> None:
+        super().__init__(why)
+        self.late = late
 
 
 class _Overtaken(Exception):
@@ -94,6 +101,8 @@ class Coordinator:
         self._epoch = 0
         self._fed = self._settled = -1
         self._returned: set[int] = set()
+        # Answers so far, and as many as there were when a connection broke.
+        self._heard, self._broke_at = 0, -1
         self._sessions: dict[str, FedSession] = {}
         self._settings: dict[str, SessionSettings] = {}
         # What waits for the answer to a chunk, and where that arrives.
@@ -259,7 +268,7 @@ class Coordinator:
         except _Overtaken:
             return
         except _Broken as trouble:
-            await self._heal(session, str(trouble))
+            await self._heal(session, str(trouble), trouble.late)
             return
         if session.epoch != self._epoch or self._recovery is not None:
             return
@@ -277,6 +286,7 @@ class Coordinator:
     def _settle(self, index: int) -> None:
         """Note that the answer to a chunk is here."""
         self._waiting.pop(index)
+        self._heard += 1
         self._returned.add(index)
         while self._settled + 1 in self._returned:
             self._settled += 1
@@ -308,7 +318,7 @@ class Coordinator:
             deadline = self._deadline(chunk.width)
             self._largest = max(self._largest, chunk.array.nbytes)
             self._waiting[index] = asyncio.ensure_future(self._answer(index, chunk, deadline))
-            sending = asyncio.ensure_future(self._sent(chunk, deadline))
+            sending = asyncio.ensure_future(self._sent(self._epoch, chunk, deadline))
             try:
                 await self._or_alarm(sending)
             except asyncio.CancelledError:
@@ -318,8 +328,11 @@ class Coordinator:
                 raise
             except (OSError, StageError) as error:  # a TimeoutError is an OSError
                 raise _Broken(
-                    f"the head did not take chunk {index}: {type(error).__name__}: {error}"
+                    f"the head did not take chunk {index}: {type(error).__name__}: {error}",
+                    isinstance(error, TimeoutError),
                 ) from error
+            finally:
+                sending.cancel()  # where an alarm was quicker, it is not to be sent any more
 
     def _deadline(self, width: int) -> float:
         """Return the seconds that a chunk may take, those before it included."""
@@ -337,11 +350,11 @@ class Coordinator:
         """
         return min(self.timeout / 3, max(0.5, self.timeout / 10) + self._largest / _INTAKE)
 
-    async def _sent(self, chunk: Chunk, deadline: float) -> None:
+    async def _sent(self, epoch: int, chunk: Chunk, deadline: float) -> None:
         """Send a chunk to the head, after the tail knows where to send what comes of it."""
         async with asyncio.timeout(deadline):
             await self._tail.open(self.ring.addresses[-1])
-            await self._head.send(self.ring.addresses[0], self._epoch, chunk)
+            await self._head.send(self.ring.addresses[0], epoch, chunk)
 
     async def _answer(self, index: int, chunk: Chunk, deadline: float) -> Returned:
         """Wait for what the tail makes of a chunk, by its number, until the deadline."""
@@ -354,7 +367,7 @@ class Coordinator:
         except TimeoutError:
             raise _Broken(f"no answer to chunk {index} within {deadline:.1f} s") from None
         except OSError as error:
-            raise _Broken(f"no answer to chunk {index}: {type(error).__name__}: {error}") from error
+            raise _Broken(f"no answer to chunk {index}: {type(error).__name__}: {error}", False) from error
         finally:
             del self._arrivals[index]
         if answer.array is not None and boundary_digest(answer.array) != answer.record.digest:
@@ -451,12 +464,17 @@ class Coordinator:
         try:
             await work
         except _Broken as trouble:
-            await self._heal(session, str(trouble))
+            await self._heal(session, str(trouble), trouble.late)
 
-    async def _heal(self, session: FedSession, why: str) -> None:
-        """Wait for a recovery, the present one if there is one; the session then begins anew from there."""
+    async def _heal(self, session: FedSession, why: str, late: bool = True) -> None:
+        """Wait for a recovery, the present one if there is one; the session then begins anew from there.
+
+        Where a connection broke and nothing is late, nobody is to blame, unless nothing has come since that
+        happened before.
+        """
+        again, self._broke_at = self._broke_at == self._heard, self._heard
         try:
-            await self._repaired(why, stuck=True)
+            await self._repaired(why, stuck=late or again)
         except GenerationInterrupted as error:
             raise for_session(error, session.state()) from error
         abandoned = self.recoveries[-1].abandoned.get(session.name)

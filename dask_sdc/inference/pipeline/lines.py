@@ -130,7 +130,11 @@ class Line(_Lasting):
             await self._counted.wait()
         self._under_way += 1
         packed = pack_chunk(chunk)
-        await connection.write({"epoch": epoch, "chunk": packed}, small=isinstance(packed["array"], list))
+        try:
+            await connection.write({"epoch": epoch, "chunk": packed}, small=isinstance(packed["array"], list))
+        except BaseException:
+            self.close()  # nobody knows whether it was sent, so it cannot be counted
+            raise
 
     def heard(self, message: int) -> None:
         """Note how many chunks were taken."""

@@ -176,18 +176,20 @@ class ClusterOps(RecoveryOps):
         deadline = clock() + self._patience
         while True:
             reports = [
-                StageReport(stage, False, detail=self._why(answer))
-                if isinstance(answer, BaseException)
-                else StageReport(**answer)
+                StageReport(**answer)
+                if isinstance(answer, dict)
+                else StageReport(stage, False, detail=self._why(answer))
                 for stage, answer in enumerate(await self._ask_all("report"))
             ]
             if not _on_its_way(reports, self._settled()) or clock() > deadline:
                 return reports
             await asyncio.sleep(_AGAIN)
 
-    def _why(self, error: BaseException) -> str:
+    def _why(self, error: BaseException | None) -> str:
         if isinstance(error, TimeoutError):
             return f"no answer within {self._patience:.2g} s"
+        if error is None:  # what Dask answers where a plugin was taken off, as by a worker that closes
+            return "it is leaving"
         return f"{type(error).__name__}: {error}"
 
     async def choose_spare(self, stage: int, refused: Collection[str]) -> str | None:

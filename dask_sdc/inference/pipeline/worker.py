@@ -174,14 +174,14 @@ class Seat:
 
     def _step(self, epoch: int, chunk: Chunk) -> None:
         """Compute a chunk, in the thread."""
-        made: Output | Exception
+        made: Output | BaseException
         try:
             made = self.host.step(chunk)
-        except Exception as error:
+        except BaseException as error:  # of SystemExit nobody would hear otherwise
             made = error
         self._loop.call_soon_threadsafe(self._made, epoch, chunk.index, made)
 
-    def _made(self, epoch: int, chunk: int, made: Output | Exception) -> None:
+    def _made(self, epoch: int, chunk: int, made: Output | BaseException) -> None:
         self._busy = False
         if epoch == self.fence.epoch:
             if isinstance(made, Output):
