@@ -169,6 +169,8 @@ def cases(quick: bool) -> list[Case]:
         # Nobody is sent anything by the tail, and a spare that replays can be killed, frozen or bent.
         if not (case.kind == "drop" and case.stage == STAGES - 1)
         and not (case.moment == "replay" and case.kind in ("raise", "drop", "state", "activation"))
+        # And it puts out nothing before the prompt ends.
+        and not (case.moment == "prefill" and case.kind == "activation" and case.stage == STAGES - 1)
     ]
     if not quick:
         return possible
