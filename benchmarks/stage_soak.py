@@ -183,7 +183,7 @@ def left_over(name: str, dask_worker: Any) -> int:
     seat = dask_worker.plugins["dask_sdc-stages"].seats.get(name)
     if seat is None:
         return 0
-    return len(seat.host.sessions) + seat._inbox.qsize() + seat._outbox.qsize()
+    return len(seat.host.sessions) + len(seat._inbox) + len(seat._outbox)
 
 
 async def soak(bench: Bench, folder: str) -> None:
