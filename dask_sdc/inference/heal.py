@@ -448,8 +448,7 @@ class _Recovery:
     ) -> None:
         """Replay the last of the doubtful stages and compare what it gives with the evidence."""
         stage = doubtful[-1]
-        tail = stage == len(self.blocks) - 1
-        proof = Proof(stage, session, evidence, tail=tail, exact=exact, envelope=self.envelope)
+        proof = self.proof(stage, session, evidence, exact)
         try:
             await self.feed(proof, session, exact)
         except ReplayMismatch as mismatch:
@@ -475,6 +474,10 @@ class _Recovery:
         )
         if not exact:
             self.sessions[session.session] = replace(session, exact=False)
+
+    def proof(self, stage: int, session: SessionState, evidence: Evidence, exact: bool) -> Proof:
+        tail = stage == len(self.blocks) - 1
+        return Proof(stage, session, evidence, tail=tail, exact=exact, envelope=self.envelope)
 
     async def feed(self, proof: Proof, session: SessionState, exact: bool) -> None:
         began, stage, failed = time.monotonic(), proof.stage, ""
@@ -589,8 +592,7 @@ class _Recovery:
     async def mismatch_again(
         self, stage: int, session: SessionState, evidence: Evidence, exact: bool
     ) -> ReplayMismatch | None:
-        tail = stage == len(self.blocks) - 1
-        proof = Proof(stage, session, evidence, tail=tail, exact=exact, envelope=self.envelope)
+        proof = self.proof(stage, session, evidence, exact)
         try:
             await self.feed(proof, session, exact)
         except ReplayMismatch as mismatch:
