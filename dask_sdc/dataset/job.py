@@ -17,7 +17,7 @@ from dask_sdc.dataset.evidence import digest_of, receipt_of
 from dask_sdc.dataset.inputs import Inputs
 from dask_sdc.dataset.layout import Arrays, Layout
 from dask_sdc.dataset.report import DatasetReport, Progress, counted
-from dask_sdc.dataset.work import Made, lose_batch, make_batch
+from dask_sdc.dataset.work import Made, fence, lose_batch, make_batch
 from dask_sdc.evidence.ledger import Ledger
 from dask_sdc.exceptions import GenerationFailed, InputTypeError, NoDomainError
 from dask_sdc.graph.execute import Blob
@@ -35,6 +35,9 @@ UNTIL = " until the dataset is there"
 
 #: Seconds without any worker after which a job gives up.
 _PATIENCE = 60.0
+
+#: Seconds in which a suspect has to say that it writes nothing more.
+_FENCE_S = 10.0
 
 #: Batches that wait at a worker beyond those that it computes.
 _AHEAD = 1
@@ -59,6 +62,7 @@ class _Order:
     domain: str | None = None
     case: _Case | None = None
     lost: str = ""  # why nobody is to try it any more
+    forsaken: bool = False  # whatever comes of it is not to be believed
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,7 @@ class DatasetJob:
         self._clean: set[int] = set()
         self._cases: dict[int, _Case] = {}
         self._attempts: Counter[int] = Counter()
+        self._written: Counter[int] = Counter()  # how often it was ordered to be
         self._avoid: dict[int, set[str]] = {}
         # Batches that went down with a worker: they are made alone, as any of them may have been the reason.
         self._alone: set[int] = set()
@@ -160,7 +165,7 @@ class DatasetJob:
         alone_since: float | None = None
         clock = asyncio.get_running_loop().time
         try:
-            while self._queue or self._running:
+            while self._queue or self._running or await self._overwritten():
                 expect_open(self._client, until=UNTIL)
                 await self._give_up_unreachable()
                 self._fill()
@@ -228,14 +233,15 @@ class DatasetJob:
         self._serial += 1
         key = f"sdc-dataset-{order.role}-{order.batch}-{self._serial}-{self._session.topic}"
         options = {"key": key, "resources": restrictions(domain), "pure": False, "retries": 0}
-        job = (self._blob, self._job.digest)
+        job = (self._blob, self._job.digest, order.batch, self._serial)
+        writes = order.role == "primary"
+        self._written[order.batch] += writes
         if order.lost:
-            future = self._client.submit(lose_batch, *job, order.batch, order.lost, **options)
+            future = self._client.submit(lose_batch, *job, order.lost, **options)
         else:
             given = self._inputs.batch(self._client, self._layout.samples_of(order.batch))
-            writes = order.role == "primary"
             try:
-                future = self._client.submit(make_batch, *job, order.batch, given, writes, **options)
+                future = self._client.submit(make_batch, *job, given, writes, **options)
             except TypeError as error:
                 raise InputTypeError(
                     f"inputs: expected what can be sent to workers, got {error} for batch {order.batch}"
@@ -256,19 +262,20 @@ class DatasetJob:
         return Made.from_bytes(frame)
 
     def _forsake(self, domain: str) -> None:
-        """Expect nothing more of a domain that has left."""
+        """Expect nothing more of a domain that has left or is a suspect, nor believe what has just come."""
         for task, order in self._running.items():
             if order.domain == domain:
+                self._running[task] = replace(order, forsaken=True)
                 task.cancel()
 
     async def _landed(self, task: asyncio.Task[Made], order: _Order) -> None:
         error = None if task.cancelled() else task.exception()
-        if not task.cancelled() and error is None:
+        if not (task.cancelled() or order.forsaken) and error is None:
             made = task.result()
             await (self._take(made) if order.case is None else self._hear(order.case, order.role, made))
         elif order.case is not None:
             await self._hear(order.case, order.role, None)
-        elif error is None:
+        elif order.forsaken or error is None:
             self._failed(order, f"the worker of domain {order.domain} left", None)
         else:
             lost = isinstance(error, KilledWorker | TimeoutError)
@@ -299,6 +306,7 @@ class DatasetJob:
         for batch in batches:
             self._report.redone += 1
             self._made.pop(batch, None)
+            self._clean.discard(batch)
             self._cases.pop(batch, None)
             self._queue.appendleft(_Order(batch))
 
@@ -387,6 +395,7 @@ class DatasetJob:
         for domain in decision.suspects:
             why = f"batch {case.batch} of a dataset: wrong samples"
             status = "disabled"
+            await self._fence_off(domain)
             if self._rules.quarantine:
                 failure = await self._session.quarantine(domain, why)
                 status = "deferred:refused" if failure else "committed"
@@ -401,6 +410,27 @@ class DatasetJob:
         logger.warning("%s", receipt.summary())
         if self._ledger is not None:
             self._ledger.append("receipt", receipt.to_dict())
+
+    async def _fence_off(self, domain: str) -> None:
+        """Have a suspect write nothing more of what it was given: it is made elsewhere, maybe before."""
+        at = [one for one in self._session.addresses() if self._session.locate(one) == domain]
+        order = self._client.run(fence, self._job.digest, self._serial, workers=at, on_error="ignore")
+        try:
+            await asyncio.wait_for(order, _FENCE_S)
+        except (TimeoutError, OSError):
+            logger.warning("Domain %s does not say that it writes nothing more", domain)
+
+    async def _overwritten(self) -> bool:
+        """Have batches made again that somebody wrote over who was thought to be gone."""
+        twice = [batch for batch, written in self._written.items() if written > 1 and batch in self._made]
+        rows = await asyncio.gather(
+            *(asyncio.to_thread(self._layout.row_digest, self._arrays, batch) for batch in twice)
+        )
+        late = [batch for batch, row in zip(twice, rows, strict=True) if row != self._made[batch].row]
+        if late:
+            logger.warning("Batches %s were written over by workers that were thought to be gone", late)
+            await self._redo(late)
+        return bool(late)
 
     async def _redo_of(self, domain: str) -> None:
         """Make again what a suspect has made, unless an audit confirmed it, and what it is making."""

@@ -234,8 +234,8 @@ class Layout:
         begin = batch * spec.chunks[0]
         return slice(begin, min(begin + spec.chunks[0], spec.shape[0]))
 
-    def write(self, arrays: Arrays, batch: int, made: Mapping[str, Array]) -> None:
-        """Write a batch, read it back, and vouch for it.
+    def write(self, arrays: Arrays, batch: int, made: Mapping[str, Array]) -> bytes:
+        """Write a batch, read it back, and vouch for it; return the digest of what vouches.
 
         Raises
         ------
@@ -249,6 +249,7 @@ class Layout:
             self._proved(arrays, name, batch, digest)
             sums[number] = np.frombuffer(digest, np.uint8)
         arrays[_CHECKSUMS][batch] = sums
+        return hashlib.sha256(sums.tobytes()).digest()
 
     def disown(self, arrays: Arrays, batches: Iterable[int]) -> None:
         """Vouch for some batches no more: they may be wrong all the same."""
@@ -270,6 +271,13 @@ class Layout:
         return (
             {name: row.tobytes() for name, row in zip(self.specs, found, strict=True)} if found.any() else {}
         )
+
+    def row_digest(self, arrays: Arrays, batch: int) -> bytes:
+        """Return the digest of what vouches for a batch now, as `write` did; empty if it is damaged."""
+        try:
+            return hashlib.sha256(b"".join(self.checksums(arrays, batch).values())).digest()
+        except CorruptionError:
+            return b""
 
     def vouched(self, arrays: Arrays, batch: int) -> bool:
         """Say whether a batch is there and proved, whole; a damaged one is not."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +25,7 @@ from dask_sdc.evidence.codec import decode, digest, encode
 from dask_sdc.exceptions import CorruptionError
 from dask_sdc.recovery import GenerationRecoveryGuard, RecoveryMetadata, SampleUnavailable
 
-__all__ = ["Job", "Made", "Rank", "lose_batch", "make_batch", "make_samples"]
+__all__ = ["Job", "Made", "Rank", "fence", "lose_batch", "make_batch", "make_samples"]
 
 #: Jobs that a process remembers, with their guards and opened arrays.
 _REMEMBERED = 4
@@ -99,6 +101,8 @@ class Made:
         Why the rank stopped, in which case nothing was written; empty if it did not.
     seconds : float
         Time that it took.
+    row : bytes
+        Digest of what vouches for it in the store; empty if it was not written.
     """
 
     batch: int
@@ -110,6 +114,7 @@ class Made:
     retries: int
     fatal: str
     seconds: float
+    row: bytes = b""
 
     def to_bytes(self) -> bytes:
         """Return the canonical encoding."""
@@ -151,10 +156,11 @@ class Rank:
         samples = [_explained(number, one) for number, one in zip(numbers, samples, strict=False)]
         lost = [one for one in samples if isinstance(one, SampleUnavailable)]
         metadata = RecoveryMetadata.from_unavailable(lost, locally_empty=len(lost) == len(samples))
+        row = b""
         if writes and not metadata.fatal:
             if self._arrays is None:
                 self._arrays = self.layout.arrays(zarr.open_group(self.job.store, mode="r+"))
-            self.layout.write(self._arrays, batch, self.layout.laid_out(batch, samples))
+            row = self.layout.write(self._arrays, batch, self.layout.laid_out(batch, samples))
         return Made(
             batch,
             *where,
@@ -164,6 +170,7 @@ class Rank:
             retries,
             metadata.error,
             time.perf_counter() - began,
+            row,
         )
 
 
@@ -182,6 +189,49 @@ def _rank_of(blob: bytes, key: bytes) -> Rank:
                 _RANKS.popitem(last=False)
         _RANKS.move_to_end(key)
         return _RANKS[key]
+
+
+#: Up to which order this process writes no batches of a job any more, by the key of the job, and how many of
+#: its threads are writing one.
+_FENCED: dict[bytes, int] = {}
+_WRITING: Counter[bytes] = Counter()
+_DOOR = threading.Condition()
+
+
+@contextmanager
+def _writing(key: bytes, serial: int) -> Iterator[None]:
+    """Let an order write that was not fenced off."""
+    with _DOOR:
+        if serial <= _FENCED.get(key, 0):
+            raise RuntimeError("this batch is made elsewhere: its worker was named as a suspect")
+        _WRITING[key] += 1
+    try:
+        yield
+    finally:
+        with _DOOR:
+            _WRITING[key] -= 1
+            _DOOR.notify_all()
+
+
+def _fence(key: bytes, serial: int) -> None:
+    with _DOOR:
+        _FENCED[key] = serial
+        _DOOR.wait_for(lambda: not _WRITING[key])
+
+
+async def fence(key: bytes, serial: int) -> None:
+    """Have this process write nothing more of the orders of a job up to some serial number.
+
+    A thread cannot be stopped: one that is still at a batch would write it over that of who made it again.
+
+    Parameters
+    ----------
+    key : bytes
+        Digest of the pickled `Job`.
+    serial : int
+        Of the last order that is not wanted any more. When this returns, none of them writes.
+    """
+    await asyncio.to_thread(_fence, key, serial)
 
 
 def make_samples(
@@ -207,7 +257,7 @@ def make_samples(
     return made, attempts - len(made)
 
 
-def make_batch(blob: bytes, key: bytes, batch: int, inputs: Any, writes: bool) -> bytes:
+def make_batch(blob: bytes, key: bytes, batch: int, serial: int, inputs: Any, writes: bool) -> bytes:
     """Make a batch and write it; the task that runs on a worker.
 
     Parameters
@@ -216,6 +266,8 @@ def make_batch(blob: bytes, key: bytes, batch: int, inputs: Any, writes: bool) -
         The pickled `Job`, and its digest.
     batch : int
         Number of the batch.
+    serial : int
+        Number of the order; see `fence`.
     inputs : object
         What `Inputs.batch` returned.
     writes : bool
@@ -241,14 +293,16 @@ def make_batch(blob: bytes, key: bytes, batch: int, inputs: Any, writes: bool) -
         stopped = SampleUnavailable(f"rank {_where()[1]} had stopped", fatal=True)
         return rank.finish(batch, [stopped], 0, True, _where(), began).to_bytes()
     samples, retries = make_samples(rank.job, guard, given, numbers)
-    return rank.finish(batch, samples, retries, writes, _where(), began).to_bytes()
+    with _writing(key, serial) if writes else nullcontext():
+        return rank.finish(batch, samples, retries, writes, _where(), began).to_bytes()
 
 
-def lose_batch(blob: bytes, key: bytes, batch: int, why: str) -> bytes:
+def lose_batch(blob: bytes, key: bytes, batch: int, serial: int, why: str) -> bytes:
     """Write a batch of which nothing could be had, since nobody came back who tried; a task."""
     began, rank = time.perf_counter(), _rank_of(blob, key)
     lost = [SampleUnavailable(f"sample {n}: {why}", True) for n in rank.layout.samples_of(batch)]
-    return rank.finish(batch, lost, 0, True, _where(), began).to_bytes()
+    with _writing(key, serial):
+        return rank.finish(batch, lost, 0, True, _where(), began).to_bytes()
 
 
 def _digest(sample: Sample) -> bytes:

@@ -7,13 +7,19 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zarr
 from distributed import get_worker
 
-from dask_sdc.dataset import Output
+from dask_sdc.dataset import Output, work
+from dask_sdc.dataset.layout import Layout
 from dask_sdc.recovery import SampleUnavailable
 
 OUTPUTS = {
@@ -197,3 +203,90 @@ class Odd:
             case "a masked value":
                 return np.ma.masked_array(1.0, mask=True)
         raise ValueError(row[0])
+
+
+def until(there: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until something is the case."""
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+class _Written:
+    """Knows which batches of a dataset, of one sample each, are there."""
+
+    def __init__(self, folder: Path, store: Path) -> None:
+        self.folder, self.store = str(folder), str(store)
+
+    def written(self, k: int) -> bool:
+        """Say whether somebody vouches for a batch."""
+        return bool(np.any(zarr.open_array(Path(self.store) / "checksums", mode="r")[k]))
+
+    def first(self, what: str, k: int) -> bool:
+        """Say whether nobody has done something yet, and note at which number it is done."""
+        try:
+            with (Path(self.folder) / what).open("x") as file:
+                file.write(str(k))
+        except FileExistsError:
+            return False
+        return True
+
+
+class LateLiar(_Written):
+    """Is wrong on one worker: at the first batch at once, at the second when it was made again elsewhere.
+
+    The last sample is there when that second batch was written, or was refused to be.
+
+    Parameters
+    ----------
+    folder, store : path
+        Of files that say what happened, and of the dataset.
+    worker : str
+        Address of who lies; it has two threads.
+    last : int
+        Number of the last sample.
+    """
+
+    def __init__(self, folder: Path, store: Path, worker: str, last: int) -> None:
+        super().__init__(folder, store)
+        self.worker, self.last = worker, last
+
+    def __call__(self, k: int) -> Any:
+        """Make a sample."""
+        found = made(k)
+        if get_worker().address == self.worker:
+            if self.first("wrong", k):
+                found["score"] += 1
+            elif not self.written(k) and self.first("late", k):
+                until(lambda: self.written(k))
+                found["score"] += 1
+                work._writing = partial(self._told, work._writing, threading.get_ident())
+        elif k == self.last:
+            until((Path(self.folder) / "over").exists)
+        return found
+
+    @contextmanager
+    def _told(self, writing: Any, thread: int, *order: Any) -> Iterator[None]:
+        """Take the place of the door of a worker; say when a thread has left it."""
+        try:
+            with writing(*order):
+                yield
+        finally:
+            if threading.get_ident() == thread:
+                (Path(self.folder) / "over").touch()
+
+
+class Overwriter(_Written):
+    """Takes its worker along at sample 0; when that is there after all, somebody writes over it."""
+
+    def __call__(self, k: int) -> Any:
+        """Make a sample."""
+        if k == 0 and self.first("killed", k):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if k == 1:
+            until(lambda: self.written(0))
+            if self.first("overwritten", k):
+                layout, _, arrays = Layout.of(zarr.open_group(self.store, mode="r+"))
+                layout.write(arrays, 0, layout.laid_out(0, [{**made(0), "score": np.array(-1.0)}]))
+        return made(k)

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dask.array as da
@@ -22,9 +23,12 @@ import pandas as pd
 import pytest
 import xarray as xr
 import zarr
-from distributed import Client
+from distributed import Client, LocalCluster
 
-from dask_sdc.dataset import Output, generate_dataset, open_dataset, verify_dataset
+from dask_sdc.dataset import Output, generate_dataset, open_dataset, verify_dataset, work
+from dask_sdc.dataset.job import DatasetJob, Rules, _Order
+from dask_sdc.dataset.report import DatasetReport
+from dask_sdc.dataset.work import Made
 from dask_sdc.evidence.ledger import verify
 from dask_sdc.exceptions import (
     CheckpointError,
@@ -34,6 +38,7 @@ from dask_sdc.exceptions import (
     InputTypeError,
     MissingSamples,
 )
+from dask_sdc.policy.sampling import CoverageSampler
 from dask_sdc.recovery import Backoff
 from tests.dataset.producers import (
     ODD,
@@ -41,9 +46,11 @@ from tests.dataset.producers import (
     Broken,
     Killer,
     Large,
+    LateLiar,
     Liar,
     Odd,
     Once,
+    Overwriter,
     at_row,
     expected,
     made,
@@ -290,6 +297,89 @@ def test_a_worker_that_lies_is_named_and_what_it_made_is_made_again(
     assert report.audited >= 40
     assert verify(tmp_path / "ledger.jsonl").ok
     assert verify_dataset(tmp_path / "a") == 32
+
+
+@pytest.fixture
+def two_threads() -> Iterator[Client]:
+    """A client of four workers with two threads each: one that waits leaves room for what it waits for."""
+    processes = LocalCluster(n_workers=4, threads_per_worker=2, dashboard_address=":0")
+    with processes as cluster, Client(cluster) as client:
+        yield client
+
+
+@pytest.mark.timeout(120)
+def test_what_a_suspect_has_in_hand_never_reaches_the_store(
+    two_threads: Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    liar = sorted(two_threads.scheduler_info(n_workers=-1)["workers"])[0]
+    data, report = generate_dataset(
+        two_threads,
+        range(40),
+        LateLiar(tmp_path, tmp_path / "a", liar, 39),
+        tmp_path / "a",
+        outputs=OUTPUTS,
+        batch_size=1,
+        audit_rate=1.0,
+        quarantine=False,  # its process stays, and goes on
+    )
+    assert data["score"].values.tolist() == list(range(40))
+    late = int((tmp_path / "late").read_text())
+    assert {one.suspected_workers for one in report.receipts} == {(liar,)}
+    assert report.receipts[0].shard_id == int((tmp_path / "wrong").read_text()) != late
+    assert "written over" not in caplog.text  # it was held back, and not found afterwards
+
+
+@pytest.mark.timeout(120)
+def test_a_batch_that_was_written_over_is_made_again(
+    two_threads: Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    produce = Overwriter(tmp_path, tmp_path / "a")
+    data, _ = generate_dataset(two_threads, range(6), produce, tmp_path / "a", outputs=OUTPUTS, batch_size=1)
+    assert (tmp_path / "overwritten").exists()
+    assert data["score"].values.tolist() == list(range(6))
+    assert "Batches [0] were written over" in caplog.text
+    assert verify_dataset(tmp_path / "a") == 6
+
+
+def test_a_result_that_came_with_the_news_of_its_maker_is_not_believed() -> None:
+    async def check() -> None:
+        job = DatasetJob(*[None] * 10)  # type: ignore[arg-type]
+        landed = asyncio.ensure_future(asyncio.sleep(0, Made(7, "w", "bad", (b"x",), ("",), 0, 0, "", 0.0)))
+        await landed
+        job._running[landed] = _Order(7, domain="bad")
+        job._report = DatasetReport(10)
+        job._client = SimpleNamespace(status="running")  # type: ignore[assignment]
+        job._rules = Rules(CoverageSampler(0.0, 0), True, 3, None)
+        job._forsake("bad")
+        await job._landed(landed, job._running.pop(landed))
+        assert not job._made
+        assert [(one.batch, one.domain, one.forsaken) for one in job._queue] == [(7, None, False)]
+
+    asyncio.run(check())
+
+
+def test_a_fence_holds_what_is_late_and_waits_for_what_is_being_written() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def write(serial: int) -> None:
+        with work._writing(b"job", serial):
+            inside.set()
+            assert go_on.wait(30)
+
+    async def check() -> None:
+        writer = asyncio.ensure_future(asyncio.to_thread(write, 4))
+        assert await asyncio.to_thread(inside.wait, 30)
+        fenced = asyncio.ensure_future(work.fence(b"job", 4))
+        while work._FENCED.get(b"job") != 4:
+            await asyncio.sleep(0)
+        assert not fenced.done()
+        go_on.set()
+        await asyncio.gather(writer, fenced)
+        with pytest.raises(RuntimeError, match="made elsewhere"):
+            write(4)
+        write(5)
+
+    asyncio.run(asyncio.wait_for(check(), 60))
 
 
 @pytest.mark.slow
