@@ -7,8 +7,7 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from distributed import get_worker
 from dask_sdc.dataset import Output, work
 from dask_sdc.dataset.layout import Layout
 from dask_sdc.recovery import SampleUnavailable
+from tests.cluster.waiting import until
 
 OUTPUTS = {
     "ids": Output("i8", (None,), 8),
@@ -203,14 +203,6 @@ class Odd:
             case "a masked value":
                 return np.ma.masked_array(1.0, mask=True)
         raise ValueError(row[0])
-
-
-def until(there: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until something is the case."""
-    deadline = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 class _Written:

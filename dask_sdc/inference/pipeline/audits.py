@@ -95,7 +95,7 @@ class Surroundings(Protocol):
         """Return a worker outside of some domains that can compute a stage."""
 
     async def answers(self, address: str) -> bool:
-        """Say whether a worker answers; one that does not is not chosen again."""
+        """Say whether a worker answers; one that does not is not chosen until it does."""
 
     async def calm(self) -> None:
         """Wait while the pipeline is being healed."""

@@ -534,7 +534,7 @@ class Coordinator:
             report = await self._recovered(stuck)
         finally:
             self._recovery = None
-        await self._crew.healed(report)
+        await self._crew.healed(report, holders)
         for one in report.outvoted:
             await self._differs(mismatch_of(one, holders[one.stage], self._crew.known))
 
@@ -621,7 +621,7 @@ class Coordinator:
         return self._crew.locate(address)
 
     async def answers(self, address: str) -> bool:
-        """Say whether a worker answers; one that does not is not chosen again."""
+        """Say whether a worker answers; one that does not is not chosen until it does."""
         return await self._crew.answers(address)
 
     async def choose(self, stage: int, apart: Collection[str]) -> str | None:

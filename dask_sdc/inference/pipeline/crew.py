@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from dask_sdc.inference.pipeline.candidates import Candidates
 from dask_sdc.inference.pipeline.ops import Ring
 from dask_sdc.inference.pipeline.placement import Candidate, choose_workers, next_hot
 from dask_sdc.inference.pipeline.routes import Routes
+from dask_sdc.inference.session import LossKind
 
 __all__ = ["LOAD", "Crew", "loading"]
 
@@ -31,6 +33,12 @@ LOAD = 300.0
 
 #: Seconds after which spares are looked for again where there were too few.
 _REST = 3.0
+
+#: Most seconds after which a worker that fell silent is asked again.
+_LONGEST_REST = 600.0
+
+#: Ways to lose a stage of which its worker may be innocent: it stood still, or a message was lost.
+_SILENT = (LossKind.UNREACHABLE, LossKind.STALE, LossKind.GAP, LossKind.UNRETURNED)
 
 T = TypeVar("T")
 
@@ -54,6 +62,33 @@ async def loading(call: Awaitable[T], stage: int, address: str) -> T:
         raise StageTimeout(f"{expected} within {LOAD:g} s", stage=stage) from None
     except Exception as error:
         raise StageError(f"{expected}, got {type(error).__name__}: {error}", stage=stage) from error
+
+
+class Silence:
+    """The workers that fell silent, and when each is asked again: later every time."""
+
+    def __init__(self) -> None:
+        self._rests: dict[str, float] = {}
+        self._due: dict[str, float] = {}
+
+    def note(self, address: str) -> None:
+        """Have a worker rest."""
+        self._rests[address] = min(2 * self._rests.get(address, _REST / 2), _LONGEST_REST)
+        self._due[address] = time.monotonic() + self._rests[address]
+
+    @property
+    def due(self) -> list[str]:
+        """Who has rested long enough."""
+        return [address for address, due in self._due.items() if due < time.monotonic()]
+
+    def over(self, address: str) -> None:
+        """Note that a worker answers."""
+        self._due.pop(address, None)
+
+    def forget(self, address: str) -> None:
+        """Forget a worker that has left."""
+        self._due.pop(address, None)
+        self._rests.pop(address, None)
 
 
 class Crew:
@@ -91,6 +126,7 @@ class Crew:
         # Where each worker has the stages that it was asked to have ready.
         self._prepared: dict[str, dict[int, str]] = {}
         self._tending = False
+        self._silence = Silence()
         # Where the workers were that were ever candidates.
         self._known: dict[str, Located] = {}
         self.ring: Ring | None = None
@@ -179,17 +215,38 @@ class Crew:
         return None
 
     async def answers(self, address: str) -> bool:
-        """Say whether a worker is not frozen; one that does not answer is shunned."""
+        """Say whether a worker is not frozen; one that does not answer is shunned until it does."""
         answers = await self._routes.alive(address, _PING)
         if not answers:
             assert self.ring is not None
             self.ring.shunned.add(address)
+            self._silence.note(address)
         return answers
+
+    async def _ask_the_silent(self) -> None:
+        """Take those back that answer again, without what they held of a stage."""
+        ring = self.ring
+        assert ring is not None
+        for address in self._silence.due:
+            if self.gone(address):
+                self._silence.forget(address)
+                continue
+            if address not in ring.shunned:  # it is back, and may hold a stage again
+                self._silence.over(address)
+                continue
+            try:
+                await asyncio.wait_for(ring.call_at(address, "leave"), _PING)
+            except OSError:  # a TimeoutError is one
+                self._silence.note(address)
+            else:
+                self._silence.over(address)
+                ring.shunned.discard(address)
 
     async def keep_spares(self) -> None:
         """Have as many workers as wanted ready with the weights of every stage."""
         ring = self.ring
         assert ring is not None
+        await self._ask_the_silent()
         candidates, taken = await self.measured(), self._taken()
         ring.relays = tuple(self._session.addresses())
         ready = {one.address: one.domain for one in candidates if one.address in self._whole(taken)}
@@ -244,12 +301,24 @@ class Crew:
         taken = self._taken()
         whole = self._whole(taken)
         used = {*taken, *whole, *self.ring.shunned}
-        return len(whole) < self._wanted and any(one not in used for one in self._session.addresses())
+        return len(whole) < self._wanted and (
+            any(one not in used for one in self._session.addresses()) or bool(self._silence.due)
+        )
 
-    async def healed(self, report: RecoveryReport) -> None:
-        """Note who was placed and refused, and restore the number of spares in the background."""
+    async def healed(self, report: RecoveryReport, holders: Sequence[str]) -> None:
+        """Note who was placed and refused, and restore the number of spares in the background.
+
+        Parameters
+        ----------
+        report : RecoveryReport
+            What happened.
+        holders : sequence of str
+            Who held each stage before it.
+        """
         assert self.ring is not None
         self.ring.shunned.update(report.refused)
+        for address in _silent(report, holders) - {*self.ring.addresses}:
+            self._silence.note(address)
         right = {one.other: one.stage for one in report.outvoted}
         self.ring.shunned -= right.keys()
         for address, stage in [*right.items(), *((address, k) for k, address in report.placed.items())]:
@@ -272,3 +341,12 @@ class Crew:
                 await asyncio.sleep(_REST)
         finally:
             self._tending = False
+
+
+def _silent(report: RecoveryReport, holders: Sequence[str]) -> set[str]:
+    """Return the workers that lost a stage and may be innocent of it."""
+    first = {loss.stage: loss.kind for loss in reversed(report.losses)}
+    innocent = {str(loss) for loss in report.losses if loss.kind in _SILENT}
+    return {holders[stage] for stage, kind in first.items() if kind in _SILENT} | {
+        address for address, why in report.refused.items() if why in innocent
+    }

@@ -64,7 +64,7 @@ class Ring:
         #: Bytes that each stage brings into memory.
         self.sizes: tuple[int, ...] = (0,) * len(self.blobs)
         self.addresses: list[str] = [""] * len(self.blobs)
-        #: Workers that lost a stage or were refused; not used again, as they may be frozen or worse.
+        #: Workers that lost a stage or were refused; not used, as they may be frozen or worse.
         self.shunned: set[str] = set()
         #: Workers that were ever asked anything, which may hold something of the pipeline.
         self.asked: set[str] = set()

@@ -16,6 +16,7 @@ from dask_sdc.inference.pipeline import Pipeline
 from dask_sdc.inference.session import LossKind
 from dask_sdc.inference.speculative import NGramDrafter
 from dask_sdc.inference.weights.store import WeightStore
+from tests.cluster.waiting import until
 from tests.inference.pipeline.models import PROMPT, generated
 
 STAGES, TOKENS = 3, 24
@@ -60,6 +61,27 @@ def test_a_lost_stage_changes_no_token(
         after = pipeline.workers
         assert [k for k in range(STAGES) if before[k] != after[k]] == [stage]
         assert report.replays[0].exact
+
+
+def test_a_worker_that_thaws_is_a_spare_again(
+    fresh_cluster: Callable[[int], Client], folder: Path, store: WeightStore
+) -> None:
+    client, expected = fresh_cluster(STAGES + 1), generated(store, PROMPT, TOKENS)
+    with Pipeline(client, folder, stages=STAGES, spares=1, timeout=3.0) as pipeline:
+        frozen, other = pipeline.workers[1:]
+        pid = client.run(os.getpid, workers=[frozen])[frozen]
+        tokens = []
+        for token in pipeline.stream(PROMPT, TOKENS):
+            tokens.append(token)
+            if len(tokens) == 9:
+                os.kill(pid, signal.SIGSTOP)
+        assert tuple(tokens) == expected
+        assert frozen not in (*pipeline.workers, *pipeline.spares)
+        os.kill(pid, signal.SIGCONT)
+        until(lambda: frozen in pipeline.spares)
+        with signalled(client, other, signal.SIGSTOP):
+            assert pipeline.generate(PROMPT, TOKENS).ids == expected
+        assert pipeline.workers[1:] == (pipeline.workers[1], frozen)
 
 
 def test_two_stages_lost_at_once_and_a_drafter(client: Client, folder: Path, store: WeightStore) -> None:
