@@ -23,6 +23,7 @@ from dask_sdc.dataset.layout import Arrays, Layout, checksum
 from dask_sdc.dataset.outputs import Output, Sample, checked_sample
 from dask_sdc.evidence.codec import decode, digest, encode
 from dask_sdc.exceptions import CorruptionError
+from dask_sdc.graph.execute import contained
 from dask_sdc.recovery import GenerationRecoveryGuard, RecoveryMetadata, SampleUnavailable
 
 __all__ = ["Job", "Made", "Rank", "fence", "lose_batch", "make_batch", "make_samples"]
@@ -246,7 +247,7 @@ def make_samples(
             nonlocal attempts
             attempts += 1
             asked = one_of(batch, k, job.dim)
-            value = _asked_for(job.produce, asked)
+            value = contained(job.produce, asked)
             if isinstance(value, SampleUnavailable):
                 return value  # it says itself that there is none
             return checked_sample(job.outputs, value, asked)
@@ -308,16 +309,6 @@ def lose_batch(blob: bytes, key: bytes, batch: int, serial: int, why: str) -> by
 def _digest(sample: Sample) -> bytes:
     """Return a digest of a sample's arrays."""
     return hashlib.sha256(b"".join(checksum(sample[name]) for name in sorted(sample))).digest()
-
-
-def _asked_for(produce: Any, asked: Any) -> Any:
-    try:
-        return produce(asked)
-    except Exception:
-        raise
-    except BaseException as error:
-        # A simulator that calls sys.exit() has failed at one sample, and must not take its worker along.
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _explained(number: int, one: Sample | SampleUnavailable) -> Sample | SampleUnavailable:

@@ -10,9 +10,9 @@ import inspect
 import pickle
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -29,8 +29,26 @@ from dask_sdc.statistics.kernels.cuda import device_failure, out_of_memory, rele
 if TYPE_CHECKING:
     from dask_sdc.graph.sources import Loader, Reader
 
+T = TypeVar("T")
+
 #: Statistics kept unpickled per executor, by digest of their blob.
 _CACHED_STATISTICS = 8
+
+
+def contained(work: Callable[..., T], *args: Any) -> T:
+    """Run code of a user on a worker; a call for an exit fails there, and does not take the worker along.
+
+    Raises
+    ------
+    RuntimeError
+        For whatever is raised and is no `Exception`, as SystemExit.
+    """
+    try:
+        return work(*args)
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 class BatchContext(NamedTuple):

@@ -19,6 +19,7 @@ from dask_sdc.exceptions import (
     DeviceLost,
     GenerationInterrupted,
     NoSpareError,
+    SDCError,
     StageError,
 )
 from dask_sdc.inference.heal import Loss, LossKind, RecoveryReport, for_session, run_recovery
@@ -55,6 +56,14 @@ class _Broken(Exception):
     def __init__(self, why: str, late: bool = True) -> None:
         super().__init__(why)
         self.late = late
+
+
+class _Unopened(Exception):
+    """A stage's own code raised when it was to open a session: nobody else would fare better."""
+
+    def __init__(self, stage: int, error: Exception) -> None:
+        super().__init__(f"stage {stage}: expected it to open a session, got {type(error).__name__}: {error}")
+        self.stage = stage
 
 
 class _Overtaken(Exception):
@@ -393,7 +402,7 @@ class Coordinator:
     async def _open(self, session: FedSession) -> None:
         settings = asdict(self._settings[session.name])
         calls = [
-            self.ring.call(stage, "open", session=session.name, settings=settings)
+            _opened(stage, self.ring.call(stage, "open", session=session.name, settings=settings))
             for stage in range(len(self.ring))
         ]
         self._openings[session.name] = opening = asyncio.ensure_future(
@@ -403,6 +412,8 @@ class Coordinator:
             await self._or_alarm(opening)
         except (OSError, StageError, TimeoutError) as error:
             raise _Broken(f"no session could be opened: {type(error).__name__}: {error}") from error
+        except _Unopened as error:
+            raise StageError(str(error), stage=error.stage) from error.__cause__
 
     async def _close(self, name: str) -> None:
         opening = self._openings.pop(name)
@@ -646,6 +657,15 @@ class Coordinator:
         await asyncio.gather(*self._waiting.values(), return_exceptions=True)
         self._head.close()
         self._tail.close()
+
+
+async def _opened(stage: int, call: Awaitable[Any]) -> None:
+    try:
+        await call
+    except (OSError, SDCError):
+        raise
+    except Exception as error:
+        raise _Unopened(stage, error) from error
 
 
 async def _all(calls: Sequence[Awaitable[Any]]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import cloudpickle
 
 from dask_sdc.exceptions import SDCError
+from dask_sdc.graph.execute import contained
 from dask_sdc.inference.stage import Stage
 
 __all__ = ["Copies", "load_stage"]
@@ -92,8 +93,8 @@ class Copies:
 
 def load_stage(blob: bytes) -> Stage:
     """Return a stage that came, loaded and proved."""
-    stage: Stage = pickle.loads(blob)
-    stage.load()
+    stage: Stage = contained(pickle.loads, blob)
+    contained(stage.load)
     return stage
 
 
@@ -101,7 +102,7 @@ def _written(blob: bytes, folder: Path) -> bytes | None:
     """Copy what a stage loads to a folder that nobody else uses."""
     shutil.rmtree(folder, ignore_errors=True)  # what was interrupted
     stage: Stage = pickle.loads(blob)
-    copy = stage.cached(str(folder))
+    copy = contained(stage.cached, str(folder))
     if copy is stage:
         return None
     described: bytes = cloudpickle.dumps(copy)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from dask_sdc.exceptions import StageError
+from dask_sdc.graph.execute import contained
 from dask_sdc.inference.host import Chunk, SessionSettings, StageHost
 from dask_sdc.inference.journal import ChunkRecord
 from dask_sdc.inference.stage import Stage
@@ -33,7 +34,7 @@ class Shadows:
 
     async def run(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run something of a shadow in the thread of all that have no seat here."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args))
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(contained, work, *args))
 
     async def replay(
         self,

@@ -23,6 +23,7 @@ from distributed.comm.core import Comm
 from distributed.protocol.serialize import to_serialize
 
 from dask_sdc.exceptions import InputError, StageError
+from dask_sdc.graph.execute import contained
 from dask_sdc.inference.host import Chunk, Output, SessionSettings, StageHost
 from dask_sdc.inference.journal import ChunkRecord, FileSpill, boundary_digest, cut_records
 from dask_sdc.inference.model.kernels import set_threads, threads
@@ -242,7 +243,7 @@ class Seat:
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
         """Run something of the host in the stage's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args))
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(contained, work, *args))
 
     # -- epochs ----------------------------------------------------------------------------------
 

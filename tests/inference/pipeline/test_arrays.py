@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from dask_sdc.exceptions import (
     InputTypeError,
     NoSpareError,
     ReplayMismatch,
+    SDCError,
     StageError,
 )
 from dask_sdc.faults.stages import StageFault, arm_stage_fault
@@ -107,6 +109,29 @@ class Deadly(FilterBank):
         if state["position"]:
             os._exit(1)
         return super().forward(chunk, state)
+
+
+class Quitter(FilterBank):
+    """A stage that calls for an exit, where it is told to."""
+
+    def __init__(self, sections: Array, where: str) -> None:
+        super().__init__(sections)
+        self.where = where
+
+    def load(self) -> None:
+        self._quit("load")
+
+    def init(self, *, batch: int = 1, capacity: int | None = None) -> dict[str, Any]:
+        self._quit("init")
+        return super().init(batch=batch)
+
+    def forward(self, chunk: Array, state: dict[str, Any], *, rows: int | None = None) -> Array:
+        self._quit("forward")
+        return super().forward(chunk, state)
+
+    def _quit(self, where: str) -> None:
+        if where == self.where:
+            sys.exit(f"no licence to {where}")
 
 
 SECTIONS = [butter(2, [low, low + 0.1], "band", output="sos") for low in (0.1, 0.3, 0.5)]
@@ -243,6 +268,19 @@ def test_silent_corruption_of_a_users_stage_is_found_and_healed(
         [receipt] = pipeline.receipts
         assert receipt.primary_worker == victim
         assert victim not in pipeline.workers
+
+
+@pytest.mark.parametrize("where", ["load", "init", "forward"])
+def test_a_stage_that_calls_for_an_exit_takes_no_worker_along(
+    fresh_cluster: Callable[[int], Client], where: str
+) -> None:
+    client = fresh_cluster(3)
+    before = client.run(os.getpid)
+    stages = [FilterBank(SECTIONS[0]), Quitter(SECTIONS[1], where)]
+    told = pytest.raises(SDCError, match=f"stage 1.*SystemExit: no licence to {where}")
+    with told, ArrayPipeline(client, stages, timeout=5.0) as pipeline:
+        list(pipeline.run(CHUNKS))
+    assert client.run(os.getpid) == before
 
 
 @pytest.mark.slow
