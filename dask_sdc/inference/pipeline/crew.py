@@ -34,7 +34,7 @@ LOAD = 300.0
 #: Seconds after which spares are looked for again where there were too few.
 _REST = 3.0
 
-#: Most seconds after which a worker that fell silent is asked again.
+#: Most seconds after which a worker that fell silent, or could not load a stage, is asked again.
 _LONGEST_REST = 600.0
 
 #: Ways to lose a stage of which its worker may be innocent: it stood still, or a message was lost.
@@ -64,8 +64,8 @@ async def loading(call: Awaitable[T], stage: int, address: str) -> T:
         raise StageError(f"{expected}, got {type(error).__name__}: {error}", stage=stage) from error
 
 
-class Silence:
-    """The workers that fell silent, and when each is asked again: later every time."""
+class Rests:
+    """Workers that are left alone for a while, and when each is asked again: later every time."""
 
     def __init__(self) -> None:
         self._rests: dict[str, float] = {}
@@ -81,8 +81,12 @@ class Silence:
         """Who has rested long enough."""
         return [address for address, due in self._due.items() if due < time.monotonic()]
 
+    def resting(self, address: str) -> bool:
+        """Say whether a worker is to be left alone."""
+        return self._due.get(address, 0.0) >= time.monotonic()
+
     def over(self, address: str) -> None:
-        """Note that a worker answers."""
+        """Note that a worker does what it was asked for."""
         self._due.pop(address, None)
 
     def forget(self, address: str) -> None:
@@ -126,7 +130,7 @@ class Crew:
         # Where each worker has the stages that it was asked to have ready.
         self._prepared: dict[str, dict[int, str]] = {}
         self._tending = False
-        self._silence = Silence()
+        self._silent, self._failing = Rests(), Rests()
         # Where the workers were that were ever candidates.
         self._known: dict[str, Located] = {}
         self.ring: Ring | None = None
@@ -220,39 +224,59 @@ class Crew:
         if not answers:
             assert self.ring is not None
             self.ring.shunned.add(address)
-            self._silence.note(address)
+            self._silent.note(address)
         return answers
 
     async def _ask_the_silent(self) -> None:
         """Take those back that answer again, without what they held of a stage."""
         ring = self.ring
         assert ring is not None
-        for address in self._silence.due:
+        for address in self._silent.due:
             if self.gone(address):
-                self._silence.forget(address)
+                self._silent.forget(address)
                 continue
             if address not in ring.shunned:  # it is back, and may hold a stage again
-                self._silence.over(address)
+                self._silent.over(address)
                 continue
             try:
                 await asyncio.wait_for(ring.call_at(address, "leave"), _PING)
             except OSError:  # a TimeoutError is one
-                self._silence.note(address)
+                self._silent.note(address)
             else:
-                self._silence.over(address)
+                self._silent.over(address)
                 ring.shunned.discard(address)
 
     async def keep_spares(self) -> None:
-        """Have as many workers as wanted ready with the weights of every stage."""
+        """Have as many workers as wanted ready with the weights of every stage.
+
+        One that cannot load them is passed over, and left alone for a while.
+
+        Raises
+        ------
+        SDCError
+            What the first one said that could not, if there are too few for that.
+        """
         ring = self.ring
         assert ring is not None
         await self._ask_the_silent()
         candidates, taken = await self.measured(), self._taken()
         ring.relays = tuple(self._session.addresses())
         ready = {one.address: one.domain for one in candidates if one.address in self._whole(taken)}
-        missing = self._wanted - len(ready)
-        for one in choose_workers(candidates, missing, taken | ready):
-            await self._prepare(one.address)
+        missing, errors = self._wanted - len(ready), []
+        free = [one for one in candidates if not self._failing.resting(one.address)]
+        for one in choose_workers(free, len(free), taken | ready):
+            if missing <= 0:
+                break
+            try:
+                await self._prepare(one.address)
+            except SDCError as error:
+                self._failing.note(one.address)
+                errors.append(error)
+            else:
+                self._failing.over(one.address)
+                missing -= 1
+        if missing > 0 and errors:
+            raise errors[0]
 
     async def _prepare(self, address: str) -> None:
         ring = self.ring
@@ -302,7 +326,7 @@ class Crew:
         whole = self._whole(taken)
         used = {*taken, *whole, *self.ring.shunned}
         return len(whole) < self._wanted and (
-            any(one not in used for one in self._session.addresses()) or bool(self._silence.due)
+            any(one not in used for one in self._session.addresses()) or bool(self._silent.due)
         )
 
     async def healed(self, report: RecoveryReport, holders: Sequence[str]) -> None:
@@ -318,13 +342,14 @@ class Crew:
         assert self.ring is not None
         self.ring.shunned.update(report.refused)
         for address in _silent(report, holders) - {*self.ring.addresses}:
-            self._silence.note(address)
+            self._silent.note(address)
         right = {one.other: one.stage for one in report.outvoted}
         self.ring.shunned -= right.keys()
         for address, stage in [*right.items(), *((address, k) for k, address in report.placed.items())]:
             self._prepared.get(address, {}).pop(stage, None)
         for address in [address for address in self._prepared if self.gone(address)]:
             del self._prepared[address]
+            self._failing.forget(address)
         logger.warning(
             "Pipeline %s healed: %s", self.ring.name, "; ".join(map(str, report.losses)) or "nothing lost"
         )

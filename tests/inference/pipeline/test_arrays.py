@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -100,6 +100,23 @@ class Missing(FilterBank):
 
     def load(self) -> None:
         raise FileNotFoundError(2, "No such file", "weights.bin")
+
+
+class Spoilt(FilterBank):
+    """A stage that the first process cannot load which has loaded another one, as a spare does."""
+
+    loaded: ClassVar[set[int]] = set()
+
+    def __init__(self, number: int, file: Path) -> None:
+        super().__init__(SECTIONS[number])
+        self.number, self.file = number, file
+
+    def load(self) -> None:
+        self.loaded.add(self.number)
+        if len(self.loaded) > 1 and not self.file.exists():
+            self.file.write_text(str(os.getpid()))
+        if self.file.exists() and self.file.read_text() == str(os.getpid()):
+            raise OSError(28, "No space left on device")
 
 
 class Deadly(FilterBank):
@@ -268,6 +285,18 @@ def test_silent_corruption_of_a_users_stage_is_found_and_healed(
         [receipt] = pipeline.receipts
         assert receipt.primary_worker == victim
         assert victim not in pipeline.workers
+
+
+def test_a_worker_that_cannot_load_a_stage_is_passed_over(
+    fresh_cluster: Callable[[int], Client], tmp_path: Path
+) -> None:
+    client, file = fresh_cluster(4), tmp_path / "pid"
+    with ArrayPipeline(client, [Spoilt(number, file) for number in (0, 1)], spares=1) as pipeline:
+        pids = client.run(os.getpid)
+        [spoilt] = [address for address, pid in pids.items() if pid == int(file.read_text())]
+        assert set(pipeline.spares) - {spoilt} == pids.keys() - {spoilt, *pipeline.workers}
+    with pytest.raises(StageError, match=r"stage [01]: expected worker .* to load it, got OSError.*No space"):
+        ArrayPipeline(client, [Spoilt(number, tmp_path / "2") for number in (0, 1)], spares=2)
 
 
 @pytest.mark.parametrize("where", ["load", "init", "forward"])

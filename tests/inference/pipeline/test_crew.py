@@ -6,30 +6,30 @@ import pytest
 
 from dask_sdc.inference.ops import RecoveryReport
 from dask_sdc.inference.pipeline import crew
-from dask_sdc.inference.pipeline.crew import Silence, _silent
+from dask_sdc.inference.pipeline.crew import Rests, _silent
 from dask_sdc.inference.session import Loss, LossKind
 
 
 def test_a_worker_that_stays_silent_is_asked_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(crew.time, "monotonic", lambda: now)
-    silence, waited = Silence(), []
+    rests, waited = Rests(), []
     for _ in range(10):
-        silence.note("a")
+        rests.note("a")
         began = now
-        while not silence.due:
+        while not rests.due:
             now += 1.0
         waited.append(now - began - 1.0)
     assert waited == [3, 6, 12, 24, 48, 96, 192, 384, 600, 600]
-    silence.over("a")
-    assert not silence.due
-    silence.note("a")  # it answered in between, and is trusted no sooner for that
+    rests.over("a")
+    assert not rests.due
+    rests.note("a")  # it answered in between, and is trusted no sooner for that
     now += 600.0
-    assert not silence.due
-    silence.forget("a")
-    silence.note("a")
+    assert not rests.due
+    rests.forget("a")
+    rests.note("a")
     now += 3.5
-    assert silence.due == ["a"]
+    assert rests.due == ["a"]
 
 
 @pytest.mark.parametrize("kind", LossKind)
