@@ -62,7 +62,7 @@ class _Order:
     domain: str | None = None
     case: _Case | None = None
     lost: str = ""  # why nobody is to try it any more
-    forsaken: bool = False  # whatever comes of it is not to be believed
+    forsaken: bool = False  # its maker is a suspect: whatever comes of it is not to be believed
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,9 @@ class DatasetJob:
         self._clean: set[int] = set()
         self._cases: dict[int, _Case] = {}
         self._attempts: Counter[int] = Counter()
-        self._written: Counter[int] = Counter()  # how often it was ordered to be
+        # How often each batch was ordered to be written, and whether any maker of one was given up.
+        self._written: Counter[int] = Counter()
+        self._disturbed = False
         self._avoid: dict[int, set[str]] = {}
         # Batches that went down with a worker: they are made alone, as any of them may have been the reason.
         self._alone: set[int] = set()
@@ -261,11 +263,12 @@ class DatasetJob:
             future.release()
         return Made.from_bytes(frame)
 
-    def _forsake(self, domain: str) -> None:
-        """Expect nothing more of a domain that has left or is a suspect, nor believe what has just come."""
+    def _forsake(self, domain: str, suspect: bool = False) -> None:
+        """Expect nothing more of a domain that has left or is a suspect; of that not even what is there."""
         for task, order in self._running.items():
             if order.domain == domain:
-                self._running[task] = replace(order, forsaken=True)
+                self._disturbed = True
+                self._running[task] = replace(order, forsaken=suspect)
                 task.cancel()
 
     async def _landed(self, task: asyncio.Task[Made], order: _Order) -> None:
@@ -275,7 +278,10 @@ class DatasetJob:
             await (self._take(made) if order.case is None else self._hear(order.case, order.role, made))
         elif order.case is not None:
             await self._hear(order.case, order.role, None)
-        elif order.forsaken or error is None:
+        elif order.forsaken:
+            self._avoid.setdefault(order.batch, set()).add(order.domain or "")
+            self._again([order.batch])
+        elif error is None:
             self._failed(order, f"the worker of domain {order.domain} left", None)
         else:
             lost = isinstance(error, KilledWorker | TimeoutError)
@@ -284,6 +290,7 @@ class DatasetJob:
     def _failed(self, order: _Order, why: str, error: BaseException | None) -> None:
         """Have a batch made elsewhere; give it up if it takes its worker along every time."""
         expect_open(self._client, until=UNTIL)
+        self._disturbed = True
         batch = order.batch
         if error is None and batch not in self._alone:
             self._alone.add(batch)
@@ -416,25 +423,37 @@ class DatasetJob:
         at = [one for one in self._session.addresses() if self._session.locate(one) == domain]
         order = self._client.run(fence, self._job.digest, self._serial, workers=at, on_error="ignore")
         try:
-            await asyncio.wait_for(order, _FENCE_S)
-        except (TimeoutError, OSError):
-            logger.warning("Domain %s does not say that it writes nothing more", domain)
+            told = await asyncio.wait_for(order, _FENCE_S)
+        except Exception:  # of a worker that does not answer, or a client that is closed
+            expect_open(self._client, until=UNTIL)
+            told = {}
+        if at != list(told):
+            logger.warning("Workers %s do not say that they write nothing more", sorted({*at} - {*told}))
 
     async def _overwritten(self) -> bool:
         """Have batches made again that somebody wrote over who was thought to be gone."""
-        twice = [batch for batch, written in self._written.items() if written > 1 and batch in self._made]
-        rows = await asyncio.gather(
-            *(asyncio.to_thread(self._layout.row_digest, self._arrays, batch) for batch in twice)
-        )
-        late = [batch for batch, row in zip(twice, rows, strict=True) if row != self._made[batch].row]
+        several = len(self._session.addresses()) > len(self._session.places())
+        if not (self._disturbed or several):  # Dask itself gives what one worker of a domain had to another
+            return False
+        right = await asyncio.gather(*(asyncio.to_thread(self._is_as_heard, batch) for batch in self._made))
+        late = [batch for batch, one in zip(self._made, right, strict=True) if not one]
         if late:
             logger.warning("Batches %s were written over by workers that were thought to be gone", late)
             await self._redo(late)
         return bool(late)
 
+    def _is_as_heard(self, batch: int) -> bool:
+        """Say whether a batch is what its maker said; all of it if others may have written a part of it."""
+        if self._layout.row_digest(self._arrays, batch) != self._made[batch].row:
+            return False
+        return self._written[batch] == 1 or self._layout.vouched(self._arrays, batch)
+
     async def _redo_of(self, domain: str) -> None:
         """Make again what a suspect has made, unless an audit confirmed it, and what it is making."""
-        self._forsake(domain)
+        self._forsake(domain, suspect=True)
+        # What it has written of those may be there and vouched for.
+        written = [order.batch for order in self._running.values() if order.forsaken and order.case is None]
+        await asyncio.to_thread(self._layout.disown, self._arrays, written)
         await self._redo(
             batch for batch, made in self._made.items() if made.domain == domain and batch not in self._clean
         )

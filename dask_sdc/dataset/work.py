@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -30,6 +30,9 @@ __all__ = ["Job", "Made", "Rank", "fence", "lose_batch", "make_batch", "make_sam
 
 #: Jobs that a process remembers, with their guards and opened arrays.
 _REMEMBERED = 4
+
+#: Seconds for which a fence waits for those who write: longer than whoever asks for it does.
+_PATIENCE = 60.0
 
 #: Longest reason that is stored, in characters.
 _REASON = 500
@@ -192,10 +195,10 @@ def _rank_of(blob: bytes, key: bytes) -> Rank:
         return _RANKS[key]
 
 
-#: Up to which order this process writes no batches of a job any more, by the key of the job, and how many of
-#: its threads are writing one.
+#: Up to which order this process writes no batches of a job any more, by the key of the job, and the orders
+#: that its threads are writing.
 _FENCED: dict[bytes, int] = {}
-_WRITING: Counter[bytes] = Counter()
+_WRITING: set[tuple[bytes, int]] = set()
 _DOOR = threading.Condition()
 
 
@@ -205,19 +208,19 @@ def _writing(key: bytes, serial: int) -> Iterator[None]:
     with _DOOR:
         if serial <= _FENCED.get(key, 0):
             raise RuntimeError("this batch is made elsewhere: its worker was named as a suspect")
-        _WRITING[key] += 1
+        _WRITING.add((key, serial))
     try:
         yield
     finally:
         with _DOOR:
-            _WRITING[key] -= 1
+            _WRITING.remove((key, serial))
             _DOOR.notify_all()
 
 
 def _fence(key: bytes, serial: int) -> None:
     with _DOOR:
-        _FENCED[key] = serial
-        _DOOR.wait_for(lambda: not _WRITING[key])
+        _FENCED[key] = last = max(serial, _FENCED.get(key, 0))
+        _DOOR.wait_for(lambda: not any(one == key and order <= last for one, order in _WRITING), _PATIENCE)
 
 
 async def fence(key: bytes, serial: int) -> None:

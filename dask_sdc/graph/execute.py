@@ -41,10 +41,12 @@ def contained(work: Callable[..., T], *args: Any) -> T:
     Raises
     ------
     RuntimeError
-        For whatever is raised and is no `Exception`, as SystemExit.
+        For what is no `Exception`, as SystemExit, and for StopIteration, which no future takes.
     """
     try:
         return work(*args)
+    except StopIteration as error:
+        raise RuntimeError(f"StopIteration: {error}") from error
     except Exception:
         raise
     except BaseException as error:

@@ -26,7 +26,7 @@ import zarr
 from distributed import Client, LocalCluster
 
 from dask_sdc.dataset import Output, generate_dataset, open_dataset, verify_dataset, work
-from dask_sdc.dataset.job import DatasetJob, Rules, _Order
+from dask_sdc.dataset.job import DatasetJob, Rules, _Case, _Order
 from dask_sdc.dataset.report import DatasetReport
 from dask_sdc.dataset.work import Made
 from dask_sdc.evidence.ledger import verify
@@ -350,10 +350,35 @@ def test_a_result_that_came_with_the_news_of_its_maker_is_not_believed() -> None
         job._report = DatasetReport(10)
         job._client = SimpleNamespace(status="running")  # type: ignore[assignment]
         job._rules = Rules(CoverageSampler(0.0, 0), True, 3, None)
-        job._forsake("bad")
+        job._forsake("bad", suspect=True)
         await job._landed(landed, job._running.pop(landed))
         assert not job._made
         assert [(one.batch, one.domain, one.forsaken) for one in job._queue] == [(7, None, False)]
+
+    asyncio.run(check())
+
+
+def test_what_a_suspect_had_just_written_is_vouched_for_no_more() -> None:
+    async def check() -> None:
+        disowned: list[int] = []
+        job = DatasetJob(*[None] * 10)  # type: ignore[arg-type]
+        job._layout = SimpleNamespace(disown=lambda arrays, batches: disowned.extend(batches))  # type: ignore[assignment]
+        job._report = DatasetReport(10)
+        never = [asyncio.ensure_future(asyncio.Event().wait()) for _ in range(3)]
+        job._running = {  # type: ignore[assignment]
+            never[0]: _Order(3, domain="bad"),
+            never[1]: _Order(4, "audit", "bad", case=_Case(4, None)),  # type: ignore[arg-type]
+            never[2]: _Order(5, domain="good"),
+        }
+        for batch, domain in ((0, "bad"), (1, "good"), (2, "bad")):
+            job._made[batch] = Made(batch, "w", domain, (), (), 0, 0, "", 0.0)
+        job._clean = {2}  # an audit confirmed it
+        await job._redo_of("bad")
+        assert sorted(disowned) == [0, 3]
+        assert [order.batch for order in job._queue] == [0] and job._made.keys() == {1, 2}
+        assert [order.forsaken for order in job._running.values()] == [True, True, False]
+        for one in never:
+            one.cancel()
 
     asyncio.run(check())
 

@@ -471,7 +471,7 @@ class StageAudits:
             self._agreed(key, finding.chunk, mismatch.position)
             return
         if finding.action is ShadowAction.DROP:
-            self._around.ring.shunned.add(mismatch.workers["audit"])
+            self._around.ring.condemn(mismatch.workers["audit"])
         elif finding.action is ShadowAction.EVICT or (
             trusted is not None and trusted.digest != voices["primary"].digest
         ):

@@ -545,7 +545,7 @@ class Coordinator:
             report = await self._recovered(stuck)
         finally:
             self._recovery = None
-        await self._crew.healed(report, holders)
+        await self._crew.healed(report)
         for one in report.outvoted:
             await self._differs(mismatch_of(one, holders[one.stage], self._crew.known))
 
@@ -589,6 +589,7 @@ class Coordinator:
                 report = vars(error)["report"]
                 self._epoch = max(self._epoch, report.epoch)
                 self._dismiss(report.losses, holders)
+                self._crew.note(report, holders, evicted)
                 self._take_back(report.rolled_back)
                 if isinstance(error, NoSpareError):
                     self._blame.explain(error, flying)
@@ -599,7 +600,8 @@ class Coordinator:
             self._returned.clear()
             self._distrusted = set(report.resent)
             self._dismiss(report.losses, holders)
-            self.ring.shunned -= self._blame.spread(report, holders, flying)
+            self._crew.note(report, holders, evicted)
+            self.ring.pardon(self._blame.spread(report, holders, flying))
             self._take_back(report.rolled_back)
             for name in report.inexact & self._sessions.keys():
                 self._sessions[name].exact = False

@@ -101,9 +101,9 @@ def load_stage(blob: bytes) -> Stage:
 def _written(blob: bytes, folder: Path) -> bytes | None:
     """Copy what a stage loads to a folder that nobody else uses."""
     shutil.rmtree(folder, ignore_errors=True)  # what was interrupted
-    stage: Stage = pickle.loads(blob)
+    stage: Stage = contained(pickle.loads, blob)
     copy = contained(stage.cached, str(folder))
     if copy is stage:
         return None
-    described: bytes = cloudpickle.dumps(copy)
+    described: bytes = contained(cloudpickle.dumps, copy)
     return described

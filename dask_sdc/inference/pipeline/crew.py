@@ -37,6 +37,9 @@ _REST = 3.0
 #: Most seconds after which a worker that fell silent, or could not load a stage, is asked again.
 _LONGEST_REST = 600.0
 
+#: Workers that are tried beyond those that are wanted, where some cannot load a stage.
+_MORE = 2
+
 #: Ways to lose a stage of which its worker may be innocent: it stood still, or a message was lost.
 _SILENT = (LossKind.UNREACHABLE, LossKind.STALE, LossKind.GAP, LossKind.UNRETURNED)
 
@@ -173,7 +176,7 @@ class Crew:
     def give_up(self, address: str, why: str) -> None:
         """Have a worker removed that has lost its device, and with it its stages; a nanny replaces it."""
         assert self.ring is not None
-        self.ring.shunned.add(address)
+        self.ring.condemn(address)
         if (domain := self._session.locate(address)) is not None:
             self._watch(self._session.evict(domain, why, address))
 
@@ -183,7 +186,7 @@ class Crew:
     def spares(self) -> tuple[str, ...]:
         """Addresses of the workers that are ready to take the place of a stage."""
         ready = [address for address, stages in self._prepared.items() if stages and not self.gone(address)]
-        return tuple(address for address in ready if address not in self._taken())
+        return tuple(one for one in ready if one not in self._taken() and one not in self._shunned)
 
     async def spare(self, stage: int, refused: Collection[str]) -> str | None:
         """Return a worker that can take a stage."""
@@ -219,32 +222,37 @@ class Crew:
         return None
 
     async def answers(self, address: str) -> bool:
-        """Say whether a worker is not frozen; one that does not answer is shunned until it does."""
+        """Say whether a worker is not frozen; one that does not answer is shunned until it does.
+
+        One that holds a stage is not: it is the deadline of its calls that tells whether it is lost.
+        """
         answers = await self._routes.alive(address, _PING)
-        if not answers:
-            assert self.ring is not None
+        assert self.ring is not None
+        if not answers and address not in self.ring.addresses:
             self.ring.shunned.add(address)
             self._silent.note(address)
         return answers
 
     async def _ask_the_silent(self) -> None:
         """Take those back that answer again, without what they held of a stage."""
+        await asyncio.gather(*(self._ask_again(address) for address in self._silent.due))
+
+    async def _ask_again(self, address: str) -> None:
         ring = self.ring
         assert ring is not None
-        for address in self._silent.due:
-            if self.gone(address):
-                self._silent.forget(address)
-                continue
-            if address not in ring.shunned:  # it is back, and may hold a stage again
-                self._silent.over(address)
-                continue
+        if self.gone(address):
+            self._silent.forget(address)
+            ring.shunned -= {address} - ring.condemned
+        elif address in ring.condemned or address not in ring.shunned or address in ring.addresses:
+            self._silent.over(address)  # nothing is asked of it, or it is back
+        else:
             try:
                 await asyncio.wait_for(ring.call_at(address, "leave"), _PING)
-            except OSError:  # a TimeoutError is one
+            except Exception:  # whatever it says: it is not as it should be
                 self._silent.note(address)
             else:
                 self._silent.over(address)
-                ring.shunned.discard(address)
+                ring.shunned -= {address} - ring.condemned
 
     async def keep_spares(self) -> None:
         """Have as many workers as wanted ready with the weights of every stage.
@@ -264,7 +272,7 @@ class Crew:
         ready = {one.address: one.domain for one in candidates if one.address in self._whole(taken)}
         missing, errors = self._wanted - len(ready), []
         free = [one for one in candidates if not self._failing.resting(one.address)]
-        for one in choose_workers(free, len(free), taken | ready):
+        for one in choose_workers(free, missing + _MORE, taken | ready):
             if missing <= 0:
                 break
             try:
@@ -306,12 +314,15 @@ class Crew:
         return next((stage for stage, at in ready.items() if at == "memory"), None)
 
     def _whole(self, taken: Collection[str]) -> list[str]:
-        """Return the spares that hold every stage."""
+        """Return the spares that hold every stage and may be used."""
         assert self.ring is not None
         return [
             address
             for address, stages in self._prepared.items()
-            if len(stages) == len(self.ring) and address not in taken and not self.gone(address)
+            if len(stages) == len(self.ring)
+            and address not in taken
+            and address not in self.ring.shunned
+            and not self.gone(address)
         ]
 
     def tend(self) -> None:
@@ -329,22 +340,35 @@ class Crew:
             any(one not in used for one in self._session.addresses()) or bool(self._silent.due)
         )
 
-    async def healed(self, report: RecoveryReport, holders: Sequence[str]) -> None:
-        """Note who was placed and refused, and restore the number of spares in the background.
+    def note(self, report: RecoveryReport, holders: Sequence[str], evicted: Collection[int]) -> None:
+        """Note who is not used any more after a recovery, and who of them is once it answers.
 
         Parameters
         ----------
         report : RecoveryReport
-            What happened.
+            What happened, also if it failed.
         holders : sequence of str
             Who held each stage before it.
+        evicted : collection of int
+            Stages that an audit found wrong.
         """
-        assert self.ring is not None
-        self.ring.shunned.update(report.refused)
-        for address in _silent(report, holders) - {*self.ring.addresses}:
+        ring = self.ring
+        assert ring is not None
+        ring.shunned.update(report.refused)
+        silent = _silent(report, holders) - {*ring.addresses}
+        lost = {holders[stage] for stage in {*evicted, *(loss.stage for loss in report.losses)}}
+        for address in {*report.refused, *lost} - silent - {*ring.addresses}:
+            ring.condemn(address)
+        for stage in evicted:
+            ring.condemn(holders[stage])
+        for address in silent - ring.condemned:
             self._silent.note(address)
+
+    async def healed(self, report: RecoveryReport) -> None:
+        """Note who was placed, and restore the number of spares in the background."""
+        assert self.ring is not None
         right = {one.other: one.stage for one in report.outvoted}
-        self.ring.shunned -= right.keys()
+        self.ring.pardon(right.keys())
         for address, stage in [*right.items(), *((address, k) for k, address in report.placed.items())]:
             self._prepared.get(address, {}).pop(stage, None)
         for address in [address for address in self._prepared if self.gone(address)]:
@@ -370,8 +394,8 @@ class Crew:
 
 def _silent(report: RecoveryReport, holders: Sequence[str]) -> set[str]:
     """Return the workers that lost a stage and may be innocent of it."""
-    first = {loss.stage: loss.kind for loss in reversed(report.losses)}
+    guilty = {loss.stage for loss in report.losses if loss.kind not in _SILENT}
     innocent = {str(loss) for loss in report.losses if loss.kind in _SILENT}
-    return {holders[stage] for stage, kind in first.items() if kind in _SILENT} | {
+    return {holders[loss.stage] for loss in report.losses if loss.stage not in guilty} | {
         address for address, why in report.refused.items() if why in innocent
     }

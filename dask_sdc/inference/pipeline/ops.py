@@ -66,6 +66,8 @@ class Ring:
         self.addresses: list[str] = [""] * len(self.blobs)
         #: Workers that lost a stage or were refused; not used, as they may be frozen or worse.
         self.shunned: set[str] = set()
+        #: Those of them that computed wrongly, failed or hung: they are not taken back once they answer.
+        self.condemned: set[str] = set()
         #: Workers that were ever asked anything, which may hold something of the pipeline.
         self.asked: set[str] = set()
         self.routes = routes
@@ -94,6 +96,16 @@ class Ring:
         )
         self.addresses[stage] = address
         return digest
+
+    def condemn(self, address: str) -> None:
+        """Use a worker no more, whatever it answers."""
+        self.shunned.add(address)
+        self.condemned.add(address)
+
+    def pardon(self, addresses: Collection[str]) -> None:
+        """Use workers again: it was not their fault."""
+        self.shunned.difference_update(addresses)
+        self.condemned.difference_update(addresses)
 
     async def wire(self, stage: int) -> None:
         """Tell a stage who comes after it, and who may pass messages on should it not reach that one."""

@@ -441,6 +441,7 @@ class StageWorkerPlugin(WorkerPlugin):
             await asyncio.to_thread(_expect_writable, where.spill, self.worker.address)
         await self.leave(pipeline)
         loaded = await self._loaded(pipeline, where.number, stage)
+        digest: str = await asyncio.to_thread(contained, getattr, loaded, "digest")
         if pipeline not in self.spares:
             raise StageError(f"stage {where.number}: pipeline {pipeline} was closed while it was loaded")
         if pipeline in self.shadows:
@@ -459,7 +460,7 @@ class StageWorkerPlugin(WorkerPlugin):
             self.worker.log_event(topic, {"op": "stage", "stage": where.number, "why": why})
 
         self.seats[pipeline] = Seat(pipeline, host, self.routes, tell, epoch)
-        return loaded.digest
+        return digest
 
     async def wire(self, pipeline: str, following: str | None, relays: Sequence[str]) -> None:
         """Tell a stage who comes after it, and who may pass messages on to there (RPC handler)."""
