@@ -24,9 +24,9 @@ def test_what_would_end_more_than_a_call_is_an_error_of_that_call(error: BaseExc
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("work", [lambda: [][0], lambda: int("x"), lambda: open("/nowhere")])
+@pytest.mark.parametrize("work", [lambda: [][0], lambda: int("x"), lambda: b"\xff".decode()])
 def test_any_other_error_comes_through(work: Callable[[], object]) -> None:
-    with pytest.raises((IndexError, ValueError, FileNotFoundError)):
+    with pytest.raises((IndexError, ValueError)):
         contained(work)
 
 
