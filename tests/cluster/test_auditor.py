@@ -365,14 +365,17 @@ def test_closing_ends_a_call_that_is_under_way(cluster4: Client, tmp_path: Path)
 
 
 @gen_cluster(client=True, nthreads=FOUR)
-async def test_closing_ends_the_call_of_another_task(c: Client, s: Scheduler, *workers: Worker) -> None:
+async def test_closing_ends_the_call_of_another_task(
+    c: Client, s: Scheduler, one: Worker, two: Worker, three: Worker, four: Worker, tmp_path: Path
+) -> None:
     auditor = Auditor(c, audit_rate=0.5, seed=1)
-    call = asyncio.ensure_future(auditor.accumulate(Sums(), BLOCKS))
-    await until_async(lambda: s.tasks)
+    call = asyncio.ensure_future(auditor.accumulate(Slow(tmp_path, frozenset({0})), BLOCKS))
+    await until_async(lambda: list(tmp_path.glob("started-0-*")))
     await auditor.close()
     with pytest.raises(ClosedError, match="it was closed meanwhile"):
         await call
     assert not call.cancelled()
+    (tmp_path / "go").touch()  # whoever computes it still may end
 
 
 @gen_cluster(client=True, nthreads=FOUR)

@@ -167,7 +167,8 @@ async def test_a_quarantined_domain_that_rejoins_is_held_at_the_door(
         only_there = c.submit(lambda: 1, workers=[back.address], key="only-there")
         await c.submit(lambda: 2, key="another")
         assert s.tasks[only_there.key].state == "no-worker"
-    assert [n["op"] for n in news if n.get("domain") == "2"] == ["left", "quarantined", "refused", "left"]
+    told = ["left", "quarantined", "refused", "left"]
+    await until_async(lambda: [n["op"] for n in news if n.get("domain") == "2"] == told)
     assert not plugin.held
 
 
