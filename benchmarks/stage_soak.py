@@ -235,10 +235,11 @@ def report(bench: Bench, tally: Tally, samples: Samples) -> None:
     bench.figure("astray", len(tally.astray), equal=0)
     growths = {pid: growth for pid in samples.seen if (growth := samples.growth(pid)) is not None}
     bench.figure("processes_measured", len(growths))
-    memory = max((growth[0] for growth in growths.values()), default=0.0)
-    files = max((growth[1] for growth in growths.values()), default=0)
-    bench.figure("memory_growth_mib", memory, at_most=MIB)
-    bench.figure("open_files_growth", files, at_most=FILES)
+    here = {"driver": [os.getpid()], "worker": growths.keys() - {os.getpid()}}
+    for name, pids in here.items():
+        grown = [growths[pid] for pid in pids if pid in growths]
+        bench.figure(f"{name}_growth_mib", max((one[0] for one in grown), default=0.0), at_most=MIB)
+        bench.figure(f"{name}_open_files_growth", max((one[1] for one in grown), default=0), at_most=FILES)
 
 
 def measure(bench: Bench) -> None:
