@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,15 @@ from distributed.utils_test import gen_cluster
 from dask_sdc.cluster import session as sessions
 from dask_sdc.inference.host import Chunk
 from dask_sdc.inference.pipeline import Pipeline
+from dask_sdc.inference.pipeline.audits import Mismatch, StageAudits
 from dask_sdc.inference.pipeline.lines import Line, received
+from dask_sdc.inference.pipeline.ops import Ring
 from dask_sdc.inference.pipeline.routes import Connection, Routes
 from dask_sdc.inference.pipeline.worker import NAME, Seat
 from dask_sdc.inference.session import LossKind
+from dask_sdc.inference.shadow import ShadowAction, ShadowAudit, ShadowFinding
 from dask_sdc.inference.weights.store import WeightStore
+from dask_sdc.policy.verdict import Decision, Outcome, Voice
 from tests.inference.pipeline.models import PROMPT, generated
 
 COUNT, STEP = 12, 6
@@ -162,3 +167,35 @@ def test_a_start_that_is_cancelled_while_it_attaches_is_forgotten(
         assert not s.plugins["dask_sdc"].topics
 
     in_cluster(body, 2)
+
+
+@pytest.mark.parametrize("now", ["bad", "new"])
+def test_an_audit_that_concludes_after_a_recovery_evicts_nobody_who_came_since(now: str) -> None:
+    async def check() -> None:
+        evicted, received = [], []
+
+        async def evict(stage: int, why: str, positions: dict[str, int]) -> None:
+            evicted.append((stage, positions))
+
+        async def receive(mismatch: Mismatch) -> None:
+            received.append(mismatch)
+
+        ring = Ring("p", Routes(None), [b""], [None], "topic")  # type: ignore[arg-type, list-item]
+        ring.addresses = [now]
+        around: Any = SimpleNamespace(ring=ring, evict=evict, sessions=lambda: ("s", "t"))
+        audits = StageAudits(ShadowAudit(0.0, 0), around, receive)
+        audits.clean = {("s", 0): 3, ("t", 0): 5}
+        voices = {
+            "primary": Voice("primary", "d0", b"1"),
+            "audit": Voice("audit", "d1", b"2"),
+        }
+        decision = Decision(Outcome.SUSPECT, ("d0",), value="audit")
+        finding = ShadowFinding("s", 0, 9, ShadowAction.EVICT, decision, 7)
+        workers = {"primary": "bad", "audit": "a"}
+        session: Any = SimpleNamespace(name="s")
+        await audits._act(session, Mismatch(finding, 7, voices, workers))
+        assert evicted == ([(0, {"s": 7, "t": 5})] if now == "bad" else [])
+        assert len(received) == 1  # whoever computed wrongly is named either way
+        await audits.close()
+
+    asyncio.run(check())
