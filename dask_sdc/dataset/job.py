@@ -138,9 +138,7 @@ class DatasetJob:
         self._clean: set[int] = set()
         self._cases: dict[int, _Case] = {}
         self._attempts: Counter[int] = Counter()
-        # How often each batch was ordered to be written, and whether any maker of one was given up.
-        self._written: Counter[int] = Counter()
-        self._disturbed = False
+        self._written: Counter[int] = Counter()  # how often each batch was ordered to be
         self._avoid: dict[int, set[str]] = {}
         # Batches that went down with a worker: they are made alone, as any of them may have been the reason.
         self._alone: set[int] = set()
@@ -267,7 +265,6 @@ class DatasetJob:
         """Expect nothing more of a domain that has left or is a suspect; of that not even what is there."""
         for task, order in self._running.items():
             if order.domain == domain:
-                self._disturbed = True
                 self._running[task] = replace(order, forsaken=suspect)
                 task.cancel()
 
@@ -290,7 +287,6 @@ class DatasetJob:
     def _failed(self, order: _Order, why: str, error: BaseException | None) -> None:
         """Have a batch made elsewhere; give it up if it takes its worker along every time."""
         expect_open(self._client, until=UNTIL)
-        self._disturbed = True
         batch = order.batch
         if error is None and batch not in self._alone:
             self._alone.add(batch)
@@ -427,16 +423,16 @@ class DatasetJob:
         except Exception:  # of a worker that does not answer, or a client that is closed
             expect_open(self._client, until=UNTIL)
             told = {}
-        if at != list(told):
-            logger.warning("Workers %s do not say that they write nothing more", sorted({*at} - {*told}))
+        if silent := {*at} - {*told}:
+            logger.warning("Workers %s do not say that they write nothing more", sorted(silent))
 
     async def _overwritten(self) -> bool:
         """Have batches made again that somebody wrote over who was thought to be gone."""
+        # Dask itself gives what one worker of a domain had to another.
         several = len(self._session.addresses()) > len(self._session.places())
-        if not (self._disturbed or several):  # Dask itself gives what one worker of a domain had to another
-            return False
-        right = await asyncio.gather(*(asyncio.to_thread(self._is_as_heard, batch) for batch in self._made))
-        late = [batch for batch, one in zip(self._made, right, strict=True) if not one]
+        twice = [batch for batch in self._made if several or self._written[batch] > 1]
+        right = await asyncio.gather(*(asyncio.to_thread(self._is_as_heard, batch) for batch in twice))
+        late = [batch for batch, one in zip(twice, right, strict=True) if not one]
         if late:
             logger.warning("Batches %s were written over by workers that were thought to be gone", late)
             await self._redo(late)

@@ -356,11 +356,9 @@ class Crew:
         assert ring is not None
         ring.shunned.update(report.refused)
         silent = _silent(report, holders) - {*ring.addresses}
-        lost = {holders[stage] for stage in {*evicted, *(loss.stage for loss in report.losses)}}
-        for address in {*report.refused, *lost} - silent - {*ring.addresses}:
+        lost = {*report.refused, *(holders[loss.stage] for loss in report.losses)}
+        for address in lost - silent - {*ring.addresses} | {holders[stage] for stage in evicted}:
             ring.condemn(address)
-        for stage in evicted:
-            ring.condemn(holders[stage])
         for address in silent - ring.condemned:
             self._silent.note(address)
 
